@@ -28,9 +28,9 @@ from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import parse_spec
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("builtin_algorithms.yaml").read_text("utf-8")
 )
-"""As `sottovoce compare --field` runs them, but that learners hold other kinds of records: what they hear matters."""
+"""As `sottovoce compare --all-algorithms` runs them, but that learners hold other kinds of records: what they hear matters."""
 NAMES = ("ldp-dol", "dsgd", "dola", "dpsr", "dpsda-c", "dvp", "d-ogd")
 LAGS = (0, 1, 5, 20, 80)
 

@@ -199,7 +199,7 @@ async def _start_services(
         lambda name: LearnerConfig(
             name,
             address,
-            state_folder=folder / "journals",
+            state_folder=folder / "learner-state",
             policy=Policy.from_spec(spec),
             credentials=_identity(identities, f"learner-{name}"),
             owners=("operator/local",),

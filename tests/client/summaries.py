@@ -151,8 +151,8 @@ def boundless(made: RunSummary) -> RunSummary:
     infinite: dict[str, Any] = dict.fromkeys(
         ("epsilon_spent", "epsilon_paper", "epsilon_record_use", "epsilon_record", "epsilon_infinite_horizon"), math.inf
     )
-    infinite |= dict.fromkeys(("paper_curve", "event_curve", "record_curve"), curve)
-    for level in ("swap_event", "swap_record"):
+    infinite |= dict.fromkeys(("epsilon_paper_curve", "epsilon_record_use_curve", "epsilon_record_curve"), curve)
+    for level in ("record_use_loss", "record_loss"):
         infinite[level] = ObservedPrivacyLoss(1.234, math.inf, math.inf, np.linspace(0, -1.234, made.rounds))
     return replace(made, learners=tuple(replace(each, epsilon_limit=None, **infinite) for each in made.learners))
 

@@ -66,7 +66,7 @@ def test_runs_on_real_services_are_labelled_and_can_be_audited_again(prepared: P
     spec = captures[0].metadata["spec"]
     assert (spec["capture"], spec["privacy"]["budget"]) == ("relay", None)
     assert not spec["telemetry"]["accuracy"] and not spec["telemetry"]["predict"]
-    left = {path.suffix for path in (folder / "journals").iterdir()}
+    left = {path.suffix for path in (folder / "learner-state").iterdir()}
     assert left == {".lock", ".mark", ".runs", ".identity"}  # what runs have cost, and nothing of a run
     assert any(f"running: {2 * RUNS} of {2 * RUNS} runs, " in text for text in said)
     assert len(done.run_worlds) == 2 * RUNS and "10 runs of real services" in done.source

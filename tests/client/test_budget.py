@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
 from sottovoce_client.cli.app import parse_privacy_levels
-from sottovoce_client.privacy.budget import BudgetRequest, _line_of, report_budget
+from sottovoce_client.privacy.budget import BudgetRequest, _compute_line, report_budget
 from sottovoce_client.privacy.calibrate import parse_horizon, parse_target
-from sottovoce_client.privacy.tradeoff import TradeoffRequest, _answer_of, _measure, _Measured
+from sottovoce_client.privacy.tradeoff import TradeoffRequest, _measure, _Measurement, _solve
 from sottovoce_core.budget.calibration import compute_epsilons
 from sottovoce_core.budget.composition import epsilon_for_delta
 from sottovoce_core.errors import SpecError
@@ -79,7 +79,7 @@ def loaded_and_plots(path: Path) -> tuple[list[str], list[str]]:
 
 def test_every_number_is_that_of_the_guarantee(records: Path, tmp_path: Path) -> None:
     prepared = prepared_of(records)
-    _, document = shown(prepared, tmp_path, delta=1e-3, group=2, uses=True)
+    _, document = shown(prepared, tmp_path, delta=1e-3, group_size=2, include_per_record=True)
     assert [each["name"] for each in document["learners"]] == ["a", "b", "c"]
     for i, found in enumerate(document["learners"]):
         own = prepared.data.learners[i]
@@ -100,7 +100,7 @@ def test_every_number_is_that_of_the_guarantee(records: Path, tmp_path: Path) ->
         assert epsilon["record"] < epsilon["group"] <= 2 * epsilon["record"]
         assert epsilon["record_at_delta"] <= epsilon["record"]
         assert found["constants"]["clip_norm"]["enforced_by"]
-    assert document["together"] == pytest.approx(
+    assert document["total_epsilon"] == pytest.approx(
         math.fsum(each["epsilon"]["record_use"] for each in document["learners"])
     )
 
@@ -109,15 +109,15 @@ def test_what_was_not_asked_for_is_not_computed(records: Path, tmp_path: Path) -
     text, document = shown(prepared_of(records), tmp_path, "b")
     assert [each["name"] for each in document["learners"]] == ["b"]
     assert document["learners"][0]["epsilon"].keys() == {"record_use", "paper", "infinite_horizon"}
-    assert "b: epsilon per event" in text
+    assert "b: epsilon per record use" in text
     assert "a: " not in text.splitlines()[0]
-    assert "together" not in text
+    assert "total" not in text
 
 
 def test_a_group_of_events_costs_as_many_events(records: Path) -> None:
-    line = _line_of(prepared_of(records), 0, BudgetRequest(group_size=3))
+    line = _compute_line(prepared_of(records), 0, BudgetRequest(group_size=3))
     assert line.epsilons["group"] == pytest.approx(3 * line.guarantee.epsilon(), rel=1e-15)
-    whole = _line_of(prepared_of(records, algorithm={"name": "pdop"}), 0, BudgetRequest(group_size=3))
+    whole = _compute_line(prepared_of(records, algorithm={"name": "pdop"}), 0, BudgetRequest(group_size=3))
     assert whole.epsilons["group"] == whole.epsilons["record_use"]  # an event replaces all records already
 
 
@@ -127,17 +127,19 @@ def test_the_table_and_the_lines_say_the_same(records: Path, tmp_path: Path) -> 
     table, _ = shown(prepared, tmp_path, terminal=True)
     for i, name in enumerate("abc"):
         epsilon = f"{prepared.run.guarantee(i).epsilon():.4g}"
-        assert f"{name}: epsilon per event {epsilon}" in plain
+        assert f"{name}: epsilon per record use {epsilon}" in plain
         assert any(name in line and epsilon in line for line in table.splitlines())
     for text in (plain, table):
         assert "proof: Chen & Wang 2025" in text
-        assert "rests on clip_norm = 1: the loss" in text
-        assert "an event at each of these 3 learners, together" in text
+        assert "assumes clip_norm = 1: the loss" in text
+        assert "a record use at each of these 3 learners, total" in text
 
 
 def test_infinite_budgets_are_said_and_drawn_as_nothing(records: Path, tmp_path: Path) -> None:
-    text, document = shown(prepared_of(records, algorithm={"name": "d-ogd"}), tmp_path, delta=1e-6, uses=True, group=2)
-    assert "a: epsilon per event ∞, per record, all uses ∞, 2 records ∞, per event at δ = 1e-06 ∞" in text
+    text, document = shown(
+        prepared_of(records, algorithm={"name": "d-ogd"}), tmp_path, delta=1e-6, include_per_record=True, group_size=2
+    )
+    assert "a: epsilon per record use ∞, per record, all uses ∞, 2 records ∞, per record use at δ = 1e-06 ∞" in text
     assert document["learners"][0]["epsilon"]["record_use"] is None
     assert loaded_and_plots(tmp_path / "budget.html") == ([], [])
 
@@ -153,16 +155,16 @@ def test_published_decisions_are_shown_where_they_are_a_promise_of_their_own(rec
 def test_shared_records_show_everywhere(records: Path, tmp_path: Path) -> None:
     algorithm = {"name": "dpsda-c", "clip": 0.5}
     text, _ = shown(prepared_of(records, algorithm=algorithm, data={"partition": "shared"}), tmp_path)
-    assert "an event shows in the messages of every learner, for they share their records; of these 3 together" in text
+    assert "a record use affects the messages of every learner, because they share records; total of these 3" in text
 
 
 def test_the_page_is_one_file(records: Path, tmp_path: Path) -> None:
-    shown(prepared_of(records), tmp_path, delta=1e-3, uses=True)
+    shown(prepared_of(records), tmp_path, delta=1e-3, include_per_record=True)
     assert loaded_and_plots(tmp_path / "budget.html") == ([], ["plot-budget"])
 
 
 def test_curves_end_where_the_numbers_do(records: Path) -> None:
-    line = _line_of(prepared_of(records), 0, BudgetRequest(include_per_record=True))
+    line = _compute_line(prepared_of(records), 0, BudgetRequest(include_per_record=True))
     event, record = line.curve("record_use"), line.curve("record")
     assert event is not None and record is not None
     assert (event[-1], record[-1]) == pytest.approx((line.epsilons["record_use"], line.epsilons["record"]))
@@ -286,12 +288,12 @@ def test_a_level_is_simulated_with_its_noise(records: Path) -> None:
 
 
 def test_by_default_only_simulated_levels_are_allowed() -> None:
-    measured = [_Measured(a, 0.2 * math.exp(-25 * a) + 0.1, math.nan) for a in (0.02, 0.1, 0.5, 1.0)]
-    best = _answer_of(measured, TradeoffRequest(())).optimum
+    measured = [_Measurement(a, 0.2 * math.exp(-25 * a) + 0.1, math.nan) for a in (0.02, 0.1, 0.5, 1.0)]
+    best = _solve(measured, TradeoffRequest(())).optimum
     assert best.min_alpha == pytest.approx(0.02, rel=1e-3)
     assert best.max_alpha == 1.0
     assert best.alpha == pytest.approx(0.1422, abs=1e-3)
-    assert _answer_of(measured, TradeoffRequest((), threshold=0.11, ceiling=0.3)).optimum.min_alpha == pytest.approx(
+    assert _solve(measured, TradeoffRequest((), threshold=0.11, ceiling=0.3)).optimum.min_alpha == pytest.approx(
         0.1198, rel=1e-2
     )
 
@@ -321,17 +323,17 @@ def live(tmp_path: Path, **changes: Any) -> str:
     ("rate", "counts"), [(1, [1] * 15), (8, [8] * 15), (0.25, [1, 0, 0, 0] * 4), (1.5, [2, 1] * 8)]
 )
 def test_live_records_are_priced_by_how_many_come(rate: float, counts: list[int], tmp_path: Path) -> None:
-    command = ["budget", live(tmp_path), "--records", str(rate), "--uses", "--out", str(tmp_path)]
+    command = ["budget", live(tmp_path), "--records", str(rate), "--per-record", "--out", str(tmp_path)]
     said = CliRunner().invoke(app, command)
     assert said.exit_code == 0, said.output
-    come = "1 record comes" if rate == 1 else f"{rate:g} records come"
-    assert f"if {come} a round, in 15 rounds; fewer cost more" in said.output
+    come = "1 record arrives" if rate == 1 else f"{rate:g} records arrive"
+    assert f"if {come} per round, in 15 rounds; fewer cost more" in said.output
     document = json.loads((tmp_path / "budget.json").read_text())
     run = build_run(load_spec(Path(live(tmp_path))), 3)
     for i, learner in enumerate(document["learners"]):
         due = math.fsum(run.algorithm.accountant(i).losses(np.array(counts[:15])))
         assert learner["epsilon"]["record_use"] == learner["epsilon"]["record"] == pytest.approx(due, rel=1e-12)
-    assert f"{come} a round, in 15 rounds; fewer" in (tmp_path / "budget.html").read_text()
+    assert f"{come} per round, in 15 rounds; fewer" in (tmp_path / "budget.html").read_text()
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, 8.5, math.nan])
@@ -391,10 +393,10 @@ def test_what_goes_wrong_is_an_error_of_the_spec(records: Path, tmp_path: Path) 
     source, out = str(written(records)), ["--out", str(tmp_path / "out")]
     for arguments, reason in (
         (["budget", source, "--target", "1", "--tradeoff", "1,2,3"], "give one of the two"),
-        (["budget", source, "--target", "1", "--uses"], "--uses does not go with --target"),
+        (["budget", source, "--target", "1", "--per-record"], "--per-record does not go with --target"),
         (["budget", source, "--tradeoff", "1,2,3", "--rounds", "9"], "--rounds does not go with --tradeoff"),
-        (["budget", source, "--horizon", "inf"], "--horizon goes with --target"),
-        (["budget", source, "--replicas", "3"], "--replicas goes with --tradeoff"),
+        (["budget", source, "--horizon", "inf"], "--horizon requires --target"),
+        (["budget", source, "--replicas", "3"], "--replicas requires --tradeoff"),
         (["budget", source, "--learner", "d", *out], "--learner must be one of a, b, c, got d"),
         (["budget", source, "--delta", "0", *out], "delta must be above 0 and below 1, got 0.0"),
         (["budget", source, "--target", "b=1", *out], "every learner needs a target"),

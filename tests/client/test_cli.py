@@ -202,7 +202,7 @@ def test_the_variables_of_settings_are_those_of_all_commands() -> None:
 )
 def test_a_variable_that_is_nearly_a_setting_is_refused(name: str, near: str) -> None:
     """It would be ignored: a budget of nobody."""
-    with pytest.raises(SpecError, match=f"SOTTOVOCE_{name} is no setting: SOTTOVOCE_{near} is one"):
+    with pytest.raises(SpecError, match=f"SOTTOVOCE_{name} is not a setting, but similar to SOTTOVOCE_{near}"):
         reject_misspelled_variables({f"SOTTOVOCE_{name}": "1"})
 
 
@@ -214,7 +214,7 @@ def test_a_variable_that_is_none_is_told_and_those_of_kubernetes_are_not() -> No
     others = {"SOTTOVOCE_COLOUR": "red", "SOTTOVOCE_PORT": "7400"}
     assert reject_misspelled_variables(others) == list(others)
     shown = CliRunner().invoke(app, ["data", "list"], env=others).stderr
-    told = "sottovoce: the environment variable SOTTOVOCE_{} is no setting, and is ignored\n"
+    told = "sottovoce: the environment variable SOTTOVOCE_{} is not a setting, and is ignored\n"
     assert told.format("COLOUR") + told.format("PORT") in shown
 
 
@@ -236,7 +236,7 @@ def test_what_is_printed_can_be_used(tmp_path: Path, here: Callable[..., tuple[i
     assert (shown[0], checked[0], schema[0]) == (0, 0, 0)
     (tmp_path / "shown.yaml").write_text(shown[1], encoding="utf-8")
     assert load_spec(tmp_path / "shown.yaml") == load_spec(demo)
-    assert "5 learners, 6 features and an intercept: fine" in checked[1]
+    assert "5 learners, 6 features and an intercept: valid" in checked[1]
     assert json.loads(schema[1])["title"] == "RunSpec"
 
 
@@ -405,7 +405,7 @@ def test_up_runs_a_spec_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert "learner-2" in out
 
     names = {path.name for path in running.folder.iterdir()}
-    assert names >= {"spec.yaml", "summary.json", "report.html", "captures", "journals", "logs"}
+    assert names >= {"spec.yaml", "summary.json", "report.html", "captures", "learner-state", "logs"}
     summary = json.loads((running.folder / "summary.json").read_text(encoding="utf-8"))
     assert (summary["state"], summary["rounds"]) == ("finished", 20)
     (capture,) = (running.folder / "captures").iterdir()

@@ -118,7 +118,7 @@ def test_a_profile_is_weaker_than_environment_and_command_line(asked: list[tuple
     ("name", "text", "words"),
     [
         ("none", None, "cannot read a profile|cannot read the profile"),
-        ("../ward", None, "--profile must be a name"),
+        ("../ward", None, "--profile must be the NAME"),
         ("odd", "listen: a:1\n", r"unknown: \['listen'\]"),
         ("odd", "coordinator: nowhere\n", "--coordinator must be HOST:PORT"),
     ],

@@ -114,7 +114,7 @@ def test_the_table_says_what_the_runs_came_to(records: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140, 200])
 def test_no_number_is_torn_on_a_narrow_terminal(width: int) -> None:
-    heads = ["spec", "algorithm", "ε per event", "accuracy", "consensus error", "floats sent"]
+    heads = ["spec", "algorithm", "ε per record use", "accuracy", "consensus error", "floats sent"]
     rows = [[f"a-long-name-{k}", "pd-ogd", "3.911", "0.6268 ± 0.15", "0.2603 ± 0.015", "31"] for k in range(3)]
     spare = ["floats sent", "consensus error", "algorithm"]
     table, left_out = terminal.fit_table(width, heads, rows, right_aligned=heads[2:], optional_columns=spare)
@@ -231,7 +231,7 @@ def test_a_comparison_is_exported_for_papers(records: Path, tmp_path: Path) -> N
     assert float(one["mean"]) == found.curves["accuracy"].final_mean
     assert float(one["standard_error"]) == found.curves["accuracy"].final_error
     assert len(tex) == 8  # a row for a spec
-    assert r"$\varepsilon$ per event" in tex[2] and r"$\pm$" in tex[4] and "rounds/s" not in tex[2]
+    assert r"$\varepsilon$ per record use" in tex[2] and r"$\pm$" in tex[4] and "rounds/s" not in tex[2]
     assert {path.name for path in out.glob("*.svg")} == {
         "accuracy.svg",
         "average-loss.svg",
@@ -252,7 +252,7 @@ def test_a_comparison_is_drawn_over_epsilon(records: Path, tmp_path: Path) -> No
     curve = result.curves["accuracy"]
     (low,), (high,) = compute_bootstrap_intervals(curve.replicas[-1:])
 
-    assert drawn.views[0].x.title == "ε per event"
+    assert drawn.views[0].x.title == "ε per record use"
     assert [(mark.kind, mark.name, mark.x.tolist()) for mark in drawn.marks] == [
         ("dots", "a/one", [result.facts.epsilon_record_use]),
         ("dots", "b/one", [2.0]),

@@ -94,8 +94,8 @@ def test_of_many_that_are_away_a_line_names_some() -> None:
             away = tuple(f"learner-{i}" for i in range(count))
             shown.update(replace(look(0), offline_learners=away), "waiting", captured_messages=None)
     assert [line.split("  ")[1] for line in written(console).splitlines()[1:]] == [
-        "waiting, learner-0, learner-1, learner-2 are away",
-        "waiting, 30 learners are away (learner-0, learner-1, learner-2, ...)",
+        "waiting, learner-0, learner-1, learner-2 are disconnected",
+        "waiting, 30 learners are disconnected (learner-0, learner-1, learner-2, ...)",
     ]
 
 
@@ -168,8 +168,8 @@ def test_misconduct_is_said_at_once_and_once() -> None:
         for known in (0, 1, 1, 3):
             shown.update(replace(look(1), violations=NOTICED[:known]), "running", captured_messages=0)
 
-    lines = [line for line in written(console).splitlines() if line.startswith("misconduct: ")]
-    assert lines == [f"misconduct: {line}" for line in NOTICED[:3]]
+    lines = [line for line in written(console).splitlines() if line.startswith("violation: ")]
+    assert lines == [f"violation: {line}" for line in NOTICED[:3]]
 
 
 def test_the_live_display_has_room_for_misconduct() -> None:
@@ -177,8 +177,8 @@ def test_the_live_display_has_room_for_misconduct() -> None:
     with display_run("run", 500, [f"ward-{i}" for i in range(40)], console=console, clock=Clock()) as shown:
         shown.update(replace(look(1, learners=40), violations=NOTICED), "running", captured_messages=0)
         text = written(console)
-    assert "misconduct: Bergen said a round that was not its turn" in text
-    assert text.count("misconduct: ") == 3
+    assert "violation: Bergen said a round that was not its turn" in text
+    assert text.count("violation: ") == 3
     assert len(text.splitlines()) <= 20
 
 
@@ -395,7 +395,7 @@ def test_accuracies_that_were_measured_here_say_so_and_what_publishing_them_cost
 
 def test_a_refuted_claim_is_red() -> None:
     console = terminal()
-    print_summary(summary_of(learner("a", swap_event=ObservedPrivacyLoss(9.0, 9.0, 3.0, np.zeros(500)))), console)
+    print_summary(summary_of(learner("a", record_use_loss=ObservedPrivacyLoss(9.0, 9.0, 3.0, np.zeros(500)))), console)
 
     assert re.search(r"\x1b\[1;31m *9 of 3", written(console))
     assert "Refuted" in written(console)
@@ -408,6 +408,6 @@ def test_infinite_claims_are_shown() -> None:
 
 
 def test_the_summary_says_who_misbehaved() -> None:
-    text = " ".join(printed(summary(misconduct=NOTICED[:1]), width=160).split())
-    assert f"misconduct {NOTICED[0]}" in text
-    assert "misconduct" not in printed(summary())
+    text = " ".join(printed(summary(violations=NOTICED[:1]), width=160).split())
+    assert f"violations {NOTICED[0]}" in text
+    assert "violations" not in printed(summary())

@@ -109,7 +109,7 @@ def test_a_sweep_counts_rounds_of_all_seeds(tmp_path: Path) -> None:
     sweep_with_progress(
         lambda _: None, small(tmp_path), {"rounds": [3, 4]}, 5,
         seed=0, vary_data=False, backend="processes", jobs=1,
-        progress=lambda done, of: jobs.append((done, of)), display=said.say,
+        progress=lambda done, of: jobs.append((done, of)), report=said.say,
     )  # fmt: skip
     assert jobs == [(1, 2), (2, 2)]
     assert said[0] == "simulating: 0 of 35 rounds" and said[-1] == "simulating: 35 of 35 rounds"

@@ -174,13 +174,13 @@ def test_a_client_error_is_not_tried_again(server: Server, tmp_path: Path) -> No
 
 def test_a_gzip_file_that_ends_early_is_refused(server: Server, tmp_path: Path) -> None:
     server.has["/letters.gz"] = gzip.compress(LETTERS)[:-9]
-    with pytest.raises(Unavailable, match="must be a gzip file, and is none, or is broken or did not arrive whole"):
+    with pytest.raises(Unavailable, match="must be a gzip file, and is not, or is damaged or truncated"):
         fetch(letters(f"{server.url}/letters.gz"), tmp_path)
 
 
 def test_nobody_there_is_told_so(server: Server, tmp_path: Path) -> None:
     server.server_close()
-    with pytest.raises(Unavailable, match="cannot be reached: no internet, or no such server"):
+    with pytest.raises(Unavailable, match="unreachable: no internet access, or no such server"):
         fetch(letters(f"{server.url}/letters"), tmp_path)
 
 
@@ -193,7 +193,7 @@ def test_a_full_disk_leaves_nothing(
 
     server.has["/letters"] = LETTERS
     monkeypatch.setattr(np, "savez_compressed", full)
-    with pytest.raises(FailedPrecondition, match=r"there is no room for letter on the disk of .*nothing was kept"):
+    with pytest.raises(FailedPrecondition, match=r"letter does not fit on the disk of .*nothing was kept"):
         fetch(letters(f"{server.url}/letters"), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -214,9 +214,9 @@ def test_a_place_that_is_none_is_refused(elsewhere: str, tmp_path: Path) -> None
     ("name", "content", "why"),
     [
         ("letters.gz", b"no", "must be a gzip file"),
-        ("letters.gz", gzip.compress(bytes(3 << 20)), "there must be at most 1,0[0-9,]* bytes in it"),
+        ("letters.gz", gzip.compress(bytes(3 << 20)), "it must contain at most 1,0[0-9,]* bytes"),
         ("letters.zip#a", b"PK\x03\x04 no", "must be a zip archive"),
-        ("letters.zip#a", zipped("b"), "the zip archive must hold a, and does not"),
+        ("letters.zip#a", zipped("b"), "the zip archive must contain a, and does not"),
     ],
 )
 def test_archives_are_held_to_what_was_expected(
@@ -276,7 +276,7 @@ NO_BYTES = dict.fromkeys((each.name for each in CATALOGUE["mnist"].originals), b
     ("name", "files", "why"),
     [
         ("letter", {"letter-recognition.data": b"T,1\n"}, "Expected 17 columns, got 2"),
-        ("letter", {"letter-recognition.data": LETTERS}, "must hold 20,000 records, got 2"),
+        ("letter", {"letter-recognition.data": LETTERS}, "must contain 20,000 records, got 2"),
         ("letter", {"letter-recognition.data": b"\xff\xfe"}, "cannot be read as UCI 'Letter"),
         ("electricity", {"electricity.arff": b"no"}, "cannot be read as OpenML"),
         ("mnist", NO_BYTES, "cannot be read as The MNIST"),
@@ -312,7 +312,7 @@ def test_a_second_fetch_finds_it(cache: Path, server: Server, tmp_path: Path, mo
     monkeypatch.setitem(CATALOGUE, "letter", letters("http://nowhere.invalid/letter-recognition.data"))
     assert "as published" in said("fetch", "letter", "--from", str(tmp_path))
     assert (cache / "letter.npz").is_file()
-    assert "here already" in said("fetch", "letter", "digits")
+    assert "already present" in said("fetch", "letter", "digits")
     assert "cache" in said("list")
 
 

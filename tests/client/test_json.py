@@ -152,7 +152,7 @@ def test_transcripts(folder: Path) -> None:
 def test_data_sets(folder: Path) -> None:
     names = [each["name"] for each in told("data", "list")]
     assert "breast_cancer" in names
-    assert told("data", "fetch", "breast_cancer") == [{"name": "breast_cancer", "path": None, "came": []}]
+    assert told("data", "fetch", "breast_cancer") == [{"name": "breast_cancer", "path": None, "originals": []}]
 
 
 def test_identities(folder: Path) -> None:
@@ -160,7 +160,10 @@ def test_identities(folder: Path) -> None:
     (issued,) = told("pki", "issue", "learner/north", "--authority", "a")
     assert issued["folder"] == "identities/learner-north"
     assert [each["identity"] for each in told("pki", "show", "a")] == ["learner/north"]
-    assert told("pki", "issue", "identities/learner-north", "--authority", "a")[0]["until"] > issued["until"][:10]
+    assert (
+        told("pki", "issue", "identities/learner-north", "--authority", "a")[0]["expires_at"]
+        > issued["expires_at"][:10]
+    )
     assert len(told("pki", "revoke", "learner/north", "--authority", "a")["revoked"]) == 2
 
 
@@ -197,13 +200,16 @@ def test_a_run_and_all_that_is_asked_of_what_it_leaves(folder: Path) -> None:
     watched = told("watch", "o", "--once")
     assert (watched["rounds_watched"], watched["alarms"]) == (6, [])
 
-    lines = told("ledger", "--state", "o/journals")
+    lines = told("ledger", "--state", "o/learner-state")
     assert [each["learner"] for each in lines] == ["learner-0", "learner-1", "learner-2"]
-    checked = told("ledger", "--verify", "--state", "o/journals")
+    checked = told("ledger", "--verify", "--state", "o/learner-state")
     assert [each["epsilon"] for each in checked] == [each["epsilon"] for each in lines]
-    repaired = told("ledger", "--repair", "--state", "o/journals", "--learner", "learner-1")
-    assert repaired == {"learner": "learner-1", "charged": 0.0, "epsilon": lines[1]["epsilon"], "kept_in": None}
-    assert told("ledger", "--moved", "--state", "o/journals", "--learner", "learner-1")["state"] == "o/journals"
+    repaired = told("ledger", "--repair", "--state", "o/learner-state", "--learner", "learner-1")
+    assert repaired == {"learner": "learner-1", "charged": 0.0, "epsilon": lines[1]["epsilon"], "backup": None}
+    assert (
+        told("ledger", "--adopt-copy", "--state", "o/learner-state", "--learner", "learner-1")["state"]
+        == "o/learner-state"
+    )
 
 
 def show(words: tuple[Any, ...], state: str, away: tuple[str, ...] = ()) -> None:
@@ -215,7 +221,7 @@ def show(words: tuple[Any, ...], state: str, away: tuple[str, ...] = ()) -> None
 
 def in_place_of_services(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
     monkeypatch.setattr("sottovoce_client.runs.run_command.run_with_local_services", run)
-    monkeypatch.setattr("sottovoce_client.runs.run_client.run_on", run)
+    monkeypatch.setattr("sottovoce_client.runs.run_client.run_on_services", run)
 
 
 @pytest.mark.parametrize("command", ["up", "run"])
@@ -227,9 +233,9 @@ def in_place_of_services(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any
         (("stopped", STOPPED_BY_SIGTERM), 130, ("small-1", "stopped", STOPPED_BY_SIGTERM, 2)),
         (ServiceDied("ann died"), 1, ("small-1", "failed", "ann died", 3)),
         (
-            RunInterrupted("stopped before the run had begun"),
+            RunInterrupted("stopped before the run began"),
             130,
-            (None, "stopped", "stopped before the run had begun", 3),
+            (None, "stopped", "stopped before the run began", 3),
         ),
     ],
 )
@@ -282,10 +288,10 @@ def test_a_run_that_failed_names_the_log_of_its_learner(folder: Path, monkeypatc
 @pytest.mark.parametrize(
     ("command", "seen", "away", "state", "says"),
     [
-        ("run", "running", ("the coordinator",), "running", "goes on, and was in round 3 when it was seen last"),
-        ("run", "running", ("learner-1",), "running", "was told to stop in round 3"),
+        ("run", "running", ("the coordinator",), "running", "continues, and was in round 3 when last seen"),
+        ("run", "running", ("learner-1",), "running", "was stopped in round 3"),
         ("run", "finished", (), "finished", "finished in round 3: this command was told to end before"),
-        ("up", "running", (), "stopped", "stopped in round 3: told to stop twice, its services ended at once"),
+        ("up", "running", (), "stopped", "stopped in round 3: stopped twice, its services ended at once"),
     ],
 )
 def test_a_command_that_is_told_to_stop_twice_says_what_comes_of_its_run(
@@ -320,10 +326,10 @@ def test_people_are_told_that_there_is_no_report_and_what_there_is(
         detail = STOPPED_BY_OPERATOR if state == "stopped" else "ann is gone"
         return Outcome("small-1", state, detail, 1.0, (), (), "my captures/small-1", (None,) * 3)
 
-    monkeypatch.setattr("sottovoce_client.runs.run_client.run_on", run)
+    monkeypatch.setattr("sottovoce_client.runs.run_client.run_on_services", run)
     said = CliRunner().invoke(app, ["run", "small.yaml", "--out", "o"]).stdout
     assert f"A run that {state if state == 'failed' else 'was stopped by its operator'} has no summary" in said
-    assert "kept in my captures/small-1, and shown by: sottovoce transcript show 'my captures/small-1'" in said
+    assert "are in my captures/small-1; to show them: sottovoce transcript show 'my captures/small-1'" in said
 
 
 def test_a_signal_during_the_summary_says_that_the_run_is_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +339,7 @@ def test_a_signal_during_the_summary_says_that_the_run_is_over(folder: Path, mon
     def cut(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sottovoce_client.runs.run_client.run_on", run)
+    monkeypatch.setattr("sottovoce_client.runs.run_client.run_on_services", run)
     monkeypatch.setattr("sottovoce_client.runs.run_command.summarise", cut)
     document = told("run", "small.yaml", "--out", "o", code=130)
     assert (document["run_id"], document["state"]) == ("small-1", "finished")

@@ -64,20 +64,20 @@ async def test_runs_are_listed_shown_and_stopped(tmp_path: Path, capsys: pytest.
                 await reconfigure_run(up.coordinator, over, "ann", console, joins=False)
         out = capsys.readouterr().out  # with what services of this process log
         stopped = json.JSONDecoder().raw_decode(out, out.index("{\n"))[0]
-        assert (stopped["run"], stopped["state"]) == (run_id, "stopped") and stopped["rounds_done"] >= 2
+        assert (stopped["run_id"], stopped["state"]) == (run_id, "stopped") and stopped["rounds_done"] >= 2
         await list_runs(up.coordinator, console)
         with pytest.raises(NotFound, match="no run 'x': the last one is"):
             await show_run(up.coordinator, "x", console)
         told = json.loads(to_json(await get_run_documents(up.coordinator)))
         assert await get_run_documents(up.coordinator, done.run_id) == (await get_run_documents(up.coordinator))[1:]
         outcome = await running
-    assert [each["run"] for each in told] == [run_id, done.run_id] and told[1]["rounds_done"] == 5
+    assert [each["run_id"] for each in told] == [run_id, done.run_id] and told[1]["rounds_done"] == 5
     assert [each["epsilon"] > 0 for each in told[1]["learners"]] == [True, True]
     text = shown.getvalue()
     lines = [line.split() for line in text.splitlines() if line.strip()]
     assert text.startswith("no runs\n")
     assert ["rounds", "5", "of", "5"] in lines
-    assert any(line[0] == "ben" and line[2:4] == ["away", "since"] for line in lines if len(line) > 4)
+    assert any(line[0] == "ben" and line[2:4] == ["disconnected", "since"] for line in lines if len(line) > 4)
     assert f"{run_id} stopped: stopped by the operator" in text
     assert [line[:2] for line in lines[-2:]] == [[run_id, "stopped"], [done.run_id, "finished"]]
     assert outcome.state == "stopped"
@@ -102,7 +102,7 @@ async def test_what_learners_noticed_of_each_other_is_shown(tmp_path: Path) -> N
     assert line.startswith(
         "somebody in the clear under the name of ben said two different things in one round when round "
     )
-    assert f"misconduct {line}" in " ".join(shown.getvalue().split())
+    assert f"violations {line}" in " ".join(shown.getvalue().split())
 
 
 async def test_a_run_that_failed_is_taken_up_again(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_who_does_not_outlast_a_pause_is_told_before(
 ) -> None:
     """By `spec check`, and by whatever starts the run, before it starts; nobody is hindered."""
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump({**document(), "clock": {"deadline_s": 7.0, **clock}}))
-    monkeypatch.setattr("sottovoce_client.runs.run_command.conduct", lambda *_, **__: 0)
+    monkeypatch.setattr("sottovoce_client.runs.run_command.run_and_report", lambda *_, **__: 0)
     checked, begun = (
         CliRunner().invoke(app, [*command, str(tmp_path / "spec.yaml"), *more])
         for command, more in ((["spec", "check"], []), (["up"], ["--out", str(tmp_path / "out")]))
@@ -119,14 +119,14 @@ def test_up_says_where_records_go_and_what_they_cost(
         return outcome
 
     assert run_and_report(prepare(spec, live=True), tmp_path, start) == 0
-    assert "north takes records at 127.0.0.1:" in said
+    assert "north accepts records at 127.0.0.1:" in said
     assert "starting a coordinator and 2 learners ...\n" in said and said.endswith(making)
     summary = json.loads((tmp_path / "summary.json").read_text())
     north, south = summary["learners"]
-    assert (north["records"], south["records"], north["most_uses"], south["most_uses"]) == (7, 0, 1, 0)
+    assert (north["records"], south["records"], north["max_uses"], south["max_uses"]) == (7, 0, 1, 0)
     assert north["epsilon_record_use"] == north["epsilon_record"] == pytest.approx(north["epsilon_spent"])
     assert (north["epsilon_record_use"] > 0.0, south["epsilon_record_use"]) == (True, 0.0)
-    assert len(north["event_curve"]) == 60
+    assert len(north["epsilon_record_use_curve"]) == 60
 
 
 def test_what_up_starts_is_said_in_words(tmp_path: Path) -> None:
@@ -178,13 +178,13 @@ def test_a_run_without_an_end_ends_well(ending: str, tmp_path: Path, capsys: pyt
     assert "run: 2 learners, rounds until it is stopped" in said
     summary = json.loads((tmp_path / "summary.json").read_text())
     north = summary["learners"][0]
-    assert (summary["state"], summary["rounds"], north["records"] + north["waiting"]) == ("stopped", None, 7)
-    assert north["records"] > 0 and (north["waiting"] == 0 or ending == "spent")
-    assert ("waited when the run ended" in said) == (north["waiting"] > 0)
-    assert north["rounds"] > 0
+    assert (summary["state"], summary["rounds"], north["records"] + north["records_waiting"]) == ("stopped", None, 7)
+    assert north["records"] > 0 and (north["records_waiting"] == 0 or ending == "spent")
+    assert ("waited when the run ended" in said) == (north["records_waiting"] > 0)
+    assert north["rounds_done"] > 0
     assert (summary["capture"] is not None) == (ending != "spent")
-    assert (north["swap_event"] is not None) == (ending == "kept") == ("loss found" in said)
-    for swap in filter(None, (north["swap_event"], north["swap_record"])):
+    assert (north["record_use_loss"] is not None) == (ending == "kept") == ("loss found" in said)
+    for swap in filter(None, (north["record_use_loss"], north["record_loss"])):
         assert abs(swap["loss"]) <= swap["supremum"] * (1 + 1e-9) <= swap["claimed_epsilon"] * (1 + 1e-9)
         assert 0.0 < swap["claimed_epsilon"] <= north["epsilon_spent"] * (1 + 1e-9)
     verdict = {
@@ -193,7 +193,7 @@ def test_a_run_without_an_end_ends_well(ending: str, tmp_path: Path, capsys: pyt
         "kept": "Consistent with the promise",
     }
     assert verdict[ending] in (tmp_path / "report.html").read_text()
-    assert len(north["event_curve"]) == len(north["paper_curve"]) >= north["rounds"]
+    assert len(north["epsilon_record_use_curve"]) == len(north["epsilon_paper_curve"]) >= north["rounds_done"]
     assert 0.0 < north["epsilon_record_use"] <= 3.0 or ending != "spent"
     assert yaml.safe_load((tmp_path / "spec.yaml").read_text())["rounds"] is None
     assert "until it is stopped" not in (tmp_path / "report.html").read_text()

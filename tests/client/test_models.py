@@ -142,7 +142,7 @@ async def test_a_model_and_what_it_says_leave_their_owner(tmp_path: Path, here: 
     assert document["privacy"]["epsilon"] == about["privacy"]["epsilon"] == spent > 0
     assert (about["learner"], about["rounds_done"], about["privacy"]["covered_by"]) == ("ann", 5, "messages")
     assert (about["columns"], about["label"]["classes"]) == (["age", "pulse", "weight"], ["home", "died"])
-    assert "to hand them out: the model of pd-ogd follows from messages" in said[2]
+    assert "to publish them: the model of pd-ogd follows from messages" in said[2]
     assert "held-out records, which nothing protects" in shown[1] and "yes, epsilon" in shown[1]
     found = by_onnx(tmp_path / "ann.onnx", raw())
     np.testing.assert_allclose(found["scores"], scores, rtol=0, atol=1e-9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-from sottovoce_client.runs.run_client import _Running
+from sottovoce_client.runs.run_client import _RunMonitor
 from sottovoce_client.runs.summary import RunProgress
 from sottovoce_rpc.credentials import NO_IDENTITY
 from sottovoce_rpc.learner_status import LearnerStatus
@@ -29,11 +29,11 @@ def test_what_is_seen_does_not_go_back_with_its_coordinator() -> None:
     """It comes back with what it had kept; each learner is shown as it was seen until it has told more."""
     spec, seen = small_spec(1_000, ["ann", "ben"]), list[RunProgress]()
     data, nobody = made_up(spec), cast("Any", None)
-    running = _Running(
+    running = _RunMonitor(
         nobody, run(0, 0), spec, data, lambda look, _: seen.append(look), asyncio.Event(), lambda _: data, NO_IDENTITY
     )
     for view in (run(167, 166), run(162, 166), run(162, 168), run(170, 168)):
-        running._see(view)
+        running._record_view(view)
 
     assert [look.rounds for look in seen] == [(167, 166), (167, 166), (167, 168), (170, 168)]
     assert [look.messages for look in seen] == [(336, 334), (336, 334), (336, 338), (342, 338)]

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from sottovoce_client.auditing.report import build_audit_page
-from sottovoce_client.privacy.budget import BudgetRequest, _budget_page, _line_of
-from sottovoce_client.privacy.tradeoff import TradeoffRequest, _answer_of, _Measured, _tradeoff_page
+from sottovoce_client.privacy.budget import BudgetRequest, _budget_page, _compute_line
+from sottovoce_client.privacy.tradeoff import TradeoffRequest, _Measurement, _solve, _tradeoff_page
 from sottovoce_client.reports.page import Page, PageTable
 from sottovoce_client.reports.run_report import build_run_page
 from sottovoce_client.runs.compare import make_compare_page
@@ -50,9 +50,9 @@ def of_a_run(name: str) -> Page:
     told: dict[str, Any] = {
         "run_id": name,
         "detail": name,
-        "away": (name,),
-        "not_captured": (name,),
-        "noticed": DetectionSummary(1, (name,), name),
+        "offline_intervals": (name,),
+        "missing_traffic": (name,),
+        "detections": DetectionSummary(1, (name,), name),
         "name": name,
         "data": name,
         "learners": learners,
@@ -93,13 +93,13 @@ def of_a_budget(name: str) -> Page:
     run = named(setup.build(), name)
     prepared = PreparedRun(run, made_up(run.spec, setup.n_features))
     question = BudgetRequest(delta=1e-6, group_size=2, include_per_record=True)
-    return _budget_page(run, [_line_of(prepared, i, question) for i in range(2)], question)
+    return _budget_page(run, [_compute_line(prepared, i, question) for i in range(2)], question)
 
 
 def of_a_tradeoff(name: str) -> Page:
-    measured = [_Measured(a, 0.2 * math.exp(-25 * a) + 0.1, 0.01) for a in (0.02, 0.1, 0.5, 1.0)]
+    measured = [_Measurement(a, 0.2 * math.exp(-25 * a) + 0.1, 0.01) for a in (0.02, 0.1, 0.5, 1.0)]
     return _tradeoff_page(
-        named(SETUPS["ldp-dol"].build(), name).spec, _answer_of(measured, TradeoffRequest(())), TradeoffRequest(())
+        named(SETUPS["ldp-dol"].build(), name).spec, _solve(measured, TradeoffRequest(())), TradeoffRequest(())
     )
 
 

@@ -292,7 +292,7 @@ def test_a_new_root_takes_the_place_of_the_old_one(here: Path) -> None:
         (Authority.init(here / "b", "b.example").folder / AUTHORITIES_FILE).read_bytes()
     )
     told = " ".join(said("init", "--domain", "ward.example", "--authority", "new", "--replaces", HERE, code=1).split())
-    assert "3 identities in identities believe both now" in told
+    assert "3 identities in identities trust both now" in told
     assert "not to identities/other: its ca.crt does not hold the authority that is replaced" in told
     shutil.rmtree(here / "identities" / "other")
     assert [len(believed(folder)) for folder in folders] == [2, 2, 2]
@@ -325,7 +325,7 @@ def test_who_revokes_is_told_of_another_authority_of_the_domain(here: Path) -> N
     said("init", "--domain", "ward.example", "--authority", "new", "--replaces", HERE)
     new = Authority(here / "new")._certificate.serial_number
     told = " ".join(said("revoke", "learner/north", code=1).split())
-    assert "not revoked is what another authority of ward.example issued: revoke there, too (CN=" in told
+    assert "certificates of another authority of ward.example are not revoked: revoke them there (CN=" in told
     assert f"{new:x}" in told
     result = CliRunner().invoke(app, ["pki", "init", "--domain", "b.example", "--authority", "b", "--replaces", "new"])
     assert isinstance(result.exception, SpecError)
@@ -341,7 +341,7 @@ def test_folders_that_do_not_get_the_list_are_named(here: Path, three: dict[str,
     told = " ".join(said("revoke", "learner/north", "--authority", "north-authority", code=1).split())
     assert "copied to 1 identities" in told
     assert "not to identities/learner-south: its ca.crt does not hold this authority" in told
-    assert "not to identities/learner-west: identities/learner-west/crl.pem must hold lists" in told
+    assert "not copied to identities/learner-west: identities/learner-west/crl.pem must hold lists" in told
     assert "somebody" not in told
     assert read_certificate(own / "learner-north").serial_number in listed(own / "learner-north")
 

@@ -53,7 +53,7 @@ def test_a_run_that_fits_is_told_clause_by_clause() -> None:
     assert fits and "refused" not in text
     assert rows["epsilon_per_run"] == ["100", "5"] and rows["most_features"] == ["1000000", "31"]
     assert "ann would take part in run" in text
-    assert "it stops where its ledger has reached epsilon 1,000 in 30 days or 40 in all runs" in text
+    assert "it stops when its ledger reaches epsilon 1,000 in 30 days or 40 in all runs" in text
 
 
 def test_a_limit_of_all_runs_that_this_run_alone_reaches_is_told_with_the_round() -> None:

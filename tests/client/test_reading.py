@@ -49,11 +49,11 @@ def test_a_check_shows_what_is_read_as_what(folder: Path) -> None:
         "  1, 2, sick", "  2, 3, well", "  4, 5, well", "  2, 2, sick", "  4, 3, well",
     ]  # fmt: skip
     assert "2 learners with 3 records each; 2 held out" in text
-    assert "2 learners, 2 features and an intercept: fine" in text
+    assert "2 learners, 2 features and an intercept: valid" in text
     write(folder, ", positive: [sick], intercept: false")
     text = check(folder)
     assert "sick is 1 (3 records), well is 0 (5 records)\n" in text
-    assert "2 learners, 2 features: fine" in text
+    assert "2 learners, 2 features: valid" in text
 
 
 def test_a_check_shows_who_hears_whom_by_a_file(folder: Path) -> None:
@@ -290,7 +290,7 @@ def test_what_its_records_say_less_is_said_by_each_command_once(folder: Path) ->
     warned = [line for line in check(folder).splitlines() if line.startswith("warning: ")]
     warned = [line for line in warned if line.rsplit(" ", 1)[1] in code]  # others are of the algorithm
     assert len(warned) == 2
-    assert check(folder).endswith("2 features and an intercept: fine, but for 4 warnings above\n")
+    assert check(folder).endswith("2 features and an intercept: valid, with 4 warnings above\n")
     for command in (
         ["simulate", spec],
         ["compare", spec, spec],

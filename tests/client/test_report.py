@@ -190,7 +190,7 @@ def test_no_script_runs_but_the_pages_own() -> None:
         replace(summary(), learners=(learner(HOSTILE), *summary().learners[1:])),
         replace(summary(), name=HOSTILE, run_id=HOSTILE, data=HOSTILE, version=HOSTILE, started_at=HOSTILE),
         replace(summary(), state="failed", detail=HOSTILE, spec_yaml=HOSTILE, warnings=((HOSTILE, HOSTILE),)),
-        replace(summary(), capture=capture(messages_of=HOSTILE, location=HOSTILE, mode=HOSTILE)),
+        replace(summary(), capture=capture(sender=HOSTILE, location=HOSTILE, mode=HOSTILE)),
     ],
     ids=["learner", "names", "texts", "capture"],
 )

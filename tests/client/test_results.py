@@ -121,7 +121,7 @@ def test_a_spec_that_says_something_else_is_not_replaced(spec: Path, tmp_path: P
     out.mkdir()
     own = "# my notes\n" + spec.read_text(encoding="utf-8")
     (out / "spec.yaml").write_text(own, encoding="utf-8")
-    assert refused(ran("simulate", out / "spec.yaml", "--out", out), "a spec.yaml that says something else")
+    assert refused(ran("simulate", out / "spec.yaml", "--out", out), "a different spec.yaml")
     assert (out / "spec.yaml").read_text(encoding="utf-8") == own
     assert [path.name for path in out.iterdir()] == ["spec.yaml"]
 
@@ -145,7 +145,7 @@ def test_a_run_leaves_results_alone(kind: str, there: str, spec: Path, tmp_path:
     assert contents(out) == {there: b"of an earlier run"}
 
 
-@pytest.mark.parametrize("there", ["captures", "journals", "logs"])
+@pytest.mark.parametrize("there", ["captures", "learner-state", "logs"])
 def test_services_are_not_started_where_others_were(there: str, spec: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / there).mkdir(parents=True)
     assert refused(of_run("up", spec, tmp_path / "out"), there)
@@ -163,7 +163,7 @@ def test_a_run_that_failed_is_tried_again_in_the_same_folder(
         tried.append(folder)
         return 1
 
-    monkeypatch.setattr("sottovoce_client.runs.run_command.conduct", conduct)
+    monkeypatch.setattr("sottovoce_client.runs.run_command.run_and_report", conduct)
     assert [of_run(each, spec, out).exit_code for each in ("run", kind)] == [1, 1]
     assert tried == [out, out]
 
@@ -185,7 +185,7 @@ def test_all_that_up_writes_is_guarded(spec: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     names = {path.name for path in out.iterdir()} - {"spec.yaml"}
     before = contents(out)
-    assert {"captures", "journals", "logs", "summary.json"} <= names
+    assert {"captures", "learner-state", "logs", "summary.json"} <= names
     assert refused(of_run("up", spec, out), *names)
     assert contents(out) == before
 

@@ -218,9 +218,7 @@ def test_a_schema_is_held_against_the_loss_of_a_spec(folder: Path) -> None:
     document = {**RUN, "loss": {"kind": "logistic"}, "data": {**RUN["data"], "positive": ["died"], "intercept": False}}
     (folder / "spec.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
     text = told("data", "describe", "schema.yaml", "--spec", "spec.yaml")
-    assert (
-        "0 is home; 1 is died" in text and "at most 2.236; what is longer than loss.feature_bound, 1, is scaled" in text
-    )
+    assert "0 is home; 1 is died" in text and "at most 2.236; records above loss.feature_bound, 1, are scaled" in text
     (folder / "spec.yaml").write_text(yaml.safe_dump({**document, "loss": "ridge"}), encoding="utf-8")
     with pytest.raises(SpecError, match=r"label must be a number for the ridge loss"):
         ran("data", "describe", "schema.yaml", "--spec", "spec.yaml")
@@ -246,7 +244,7 @@ def test_records_that_do_not_fit_are_counted_and_not_shown(folder: Path) -> None
     assert done.exit_code == 1
     for line in ("54 of 60 records fit", "2 age: beyond its bounds 10", "1 ward: none of its categories 12",
                  "1 admitted: not a date, write 2020-01-31 13", "1 age: a number with a comma, write 1234.5 14",
-                 "1 outcome: missing 15", "nothing protects them"):  # fmt: skip
+                 "1 outcome: missing 15", "are not protected"):  # fmt: skip
         assert line in text
     assert not re.search("471|Geheim|31.12|4,7|P000", text)
     with pytest.raises(
@@ -300,7 +298,7 @@ def test_a_spec_says_its_features_and_what_counts_as_1(folder: Path) -> None:
         "features: admitted, age, insured, stay, stay missing, ward=Süd, ward=no, ward=north, ward missing, intercept"
         in text
     )
-    assert "label outcome: 0 is died; 1 is home" in text and "3 learners, 9 features and an intercept: fine" in text
+    assert "label outcome: 0 is died; 1 is home" in text and "3 learners, 9 features and an intercept: valid" in text
 
 
 def test_describe_leads_to_schemas(folder: Path) -> None:

@@ -29,7 +29,7 @@ from sottovoce_core.spec import dump_spec
 from tests.gossip import Gossip, gossip_spec
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("builtin_algorithms.yaml").read_text("utf-8")
 )
 PVP_THEN_DVP = {
     "name": "pvp-then-dvp",
@@ -45,7 +45,7 @@ def simulated(folder: Path, changes: dict[str, Any], **more: Any) -> Path:
     rounds = 6 if changes["algorithm"]["name"] in ("dvp", "pvp", "admm") else 36
     folder.mkdir()
     spec = {**FIELD["common"], **changes, "rounds": rounds}
-    simulate_to_folder(folder, Experiment(**spec), replicas=2, seed=3, **{"noise": None, **more})
+    simulate_to_folder(folder, Experiment(**spec), replicas=2, seed=3, **{"recorded_noise": None, **more})
     return folder
 
 
@@ -55,7 +55,9 @@ def test_recorded_noise_is_read_back_and_said_again(
 ) -> None:
     """Fields beside those of the message (`dvp`), rounds without a draw (`pd-ftgl`), no noise at all (`admm`)."""
     first = simulated(tmp_path / "first", changes, write=("transcript", "noise"))
-    again = simulated(tmp_path / "again", changes, noise=first / "noise.parquet", write=("transcript", "noise"))
+    again = simulated(
+        tmp_path / "again", changes, recorded_noise=first / "noise.parquet", write=("transcript", "noise")
+    )
 
     said, repeated = (read_noise(folder / "transcript.parquet") for folder in (first, again))
     assert said.keys() == repeated.keys()
@@ -73,7 +75,7 @@ def test_noise_that_a_run_does_not_draw_is_told(
     changes = next(run for run in FIELD["runs"] if run["algorithm"]["name"] == name)
     fields = read_noise(simulated(tmp_path / "first", changes, write=("noise",)) / "noise.parquet")
     np.savez(tmp_path / "noise.npz", **fields, z=np.zeros((36, 5, 3)))  # type: ignore[arg-type]
-    simulated(tmp_path / "again", changes, noise=tmp_path / "noise.npz", write=("metrics",))
+    simulated(tmp_path / "again", changes, recorded_noise=tmp_path / "noise.npz", write=("metrics",))
     assert f"noise.npz: z was not used: this run draws {draws}\n" in capsys.readouterr().err
 
 
@@ -153,7 +155,7 @@ def test_what_is_asked_for_is_written_and_what_is_left_out_is_said(
         *(file for name in kept for file in FILES[name]),
     }
     left = ", ".join(name for name in FILES if name not in kept)
-    assert (f"left out: {left} (--write)" in done.stdout) == bool(left)
+    assert (f"omitted: {left} (--write)" in done.stdout) == bool(left)
     assert ("average_loss: " in done.stdout) == ("metrics" in kept)
 
 
@@ -193,7 +195,7 @@ def test_a_refused_command_leaves_no_folder_that_it_made(
 
 def test_the_summary_says_what_the_run_costs(spec: Path, tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["simulate", str(spec), "--out", str(tmp_path / "a")]).output.splitlines()
-    assert said[1] == f"epsilon per event: {format_number(load(spec).epsilon())}, of the learner with the largest"
+    assert said[1] == f"epsilon per record use: {format_number(load(spec).epsilon())}, of the learner with the largest"
     told = CliRunner().invoke(
         app, ["simulate", str(spec), "--json", "--out", str(tmp_path / "b")], catch_exceptions=False
     )
@@ -202,7 +204,7 @@ def test_the_summary_says_what_the_run_costs(spec: Path, tmp_path: Path) -> None
     together = Experiment(**alike, algorithm={"name": "dpsda-c"}, decision_set={"kind": "l2_ball", "radius": 1.0})
     assert describe_epsilon(together).endswith(", of all learners together")
     silent = Experiment(rounds=6, learners=3, algorithm={"name": "d-ogd"})
-    assert describe_epsilon(silent) == "epsilon per event: infinite, for nothing is promised"
+    assert describe_epsilon(silent) == "epsilon per record use: infinite, there is no guarantee"
 
 
 def test_models_are_the_last_decisions(spec: Path, tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_what_is_large_is_said_and_what_has_no_room_refused(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5000))
     refused = ran(spec, "--out", tmp_path / "p" / "q", "--write", "models,transcript")
     assert isinstance(refused.exception, SpecError)
-    assert "5 kB are free, and will have about 5.21 kB (models 744 bytes, transcript 4.46 kB)" in str(refused.exception)
+    assert "5 kB are free, about 5.21 kB are needed (models 744 bytes, transcript 4.46 kB)" in str(refused.exception)
     assert not (tmp_path / "p").exists()
 
 

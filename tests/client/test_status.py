@@ -102,7 +102,7 @@ async def test_what_goes_on_is_seen_by_whom_it_concerns(tmp_path: Path, tls: boo
 
     (ann,) = idle.learners
     assert rows(printed(idle))["ann"][:3] == ["in", "no", "run"] and not idle.faults and ann[1].run_id == ""
-    assert printed(empty).startswith("no run: whoever starts one") and not empty.faults
+    assert printed(empty).startswith("no run: start one") and not empty.faults
 
     text = printed(seen)
     assert not seen.faults and text.rstrip().endswith("nothing is wrong")
@@ -111,7 +111,7 @@ async def test_what_goes_on_is_seen_by_whom_it_concerns(tmp_path: Path, tls: boo
     assert seen.captures[0].run_id == seen.run.run_id and seen.captures[0].messages > 0
     told = json.loads(to_json(make_document(seen)))
     (own,) = told["learners"]
-    assert (own["run"], own["rounds"], own["state"]) == (seen.run.run_id, 1000, "running")
+    assert (own["run_id"], own["rounds"], own["state"]) == (seen.run.run_id, 1000, "running")
     assert own["learners"][0]["epsilon"] > 0 and own["learners"][0]["epsilon_limit"] == 1e6
     assert [each["name"] for each in told["run"]["learners"]] == NAMES
     assert all(each["accuracy"] is None for each in told["run"]["learners"])  # the run did not opt in
@@ -119,8 +119,8 @@ async def test_what_goes_on_is_seen_by_whom_it_concerns(tmp_path: Path, tls: boo
     if other is not None:  # any operator may know how far a learner is, and its owner alone what it is in
         assert other.run is not None and other.captures and not other.faults
         assert [(each.rounds, each.rounds_done > 0) for _, each in other.learners] == [(None, True)]
-    assert alone.run is not None and rows(printed(alone))["ben"][0] == "away"
-    assert any(line.startswith("ben is away since") for line in alone.faults)
+    assert alone.run is not None and rows(printed(alone))["ben"][0] == "disconnected"
+    assert any(line.startswith("ben is disconnected since") for line in alone.faults)
     assert over.run.state == "stopped" and not over.faults
 
 
@@ -279,7 +279,7 @@ def test_what_depends_on_records_is_shown_where_the_run_opted_in() -> None:
 
 def test_a_run_that_failed_is_a_fault_and_one_that_was_stopped_is_none() -> None:
     gone = view(RunObservation(0.0, (consoles.status(0),)), state="failed", ended=consoles.NOON + 5)
-    assert DeploymentStatus(consoles.NOON, gone).faults == ("the run failed: nobody says why",)
+    assert DeploymentStatus(consoles.NOON, gone).faults == ("the run failed: no reason is known",)
     assert not DeploymentStatus(consoles.NOON, replace(gone, state="stopped")).faults
 
 

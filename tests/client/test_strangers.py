@@ -209,7 +209,15 @@ def test_every_console_is_one_of_these() -> None:
 
 def test_a_summary_is_text() -> None:
     noticed = DetectionSummary(1, (HOSTILE,), HOSTILE)
-    made = summary(3, 20, away=(HOSTILE,), noticed=noticed, not_captured=(HOSTILE,), detail=HOSTILE, name=HOSTILE)
+    made = summary(
+        3,
+        20,
+        offline_intervals=(HOSTILE,),
+        detections=noticed,
+        missing_traffic=(HOSTILE,),
+        detail=HOSTILE,
+        name=HOSTILE,
+    )
     made = replace(made, learners=(learner(HOSTILE, 20), *made.learners[1:]))
     console, out = screen()
     print_summary(made, console, report=Path(HOSTILE))

@@ -176,9 +176,9 @@ def test_a_privacy_level_is_drawn_by_the_epsilon_that_comes_of_it(field: str) ->
     runs = [one_run({field: level}, [0.1 * level] * 3, level / 7) for level in (1.0, 4.0, 16.0)]
     (shown,) = drawn(Results(tuple(runs)))
     (view,), curve = shown.views, next(each for each in shown.marks if each.kind == "line")
-    assert view.x.title == "ε per event" and curve.x == pytest.approx([1 / 7, 4 / 7, 16 / 7])
+    assert view.x.title == "ε per record use" and curve.x == pytest.approx([1 / 7, 4 / 7, 16 / 7])
     (asked,) = drawn(Results(tuple(runs)), field)
-    assert asked.views[0].x.title == f"{field} (a parameter, not the ε per event)"
+    assert asked.views[0].x.title == f"{field} (a parameter, not the ε per record use)"
     endless = Results(tuple(one_run(each.facts.changes, [0.1], math.inf) for each in runs))
     (unpromised,) = drawn(endless)
     assert unpromised.views[0].x.title.startswith(field)
@@ -189,7 +189,7 @@ def test_epsilon_may_be_across() -> None:
     table = of_epsilon((4, 1.0), (1, 16.0), (2, 4.0), (0, math.inf))
     (drawing,) = drawn(table, "epsilon")
 
-    assert drawing.views[0].x.title == "ε per event"
+    assert drawing.views[0].x.title == "ε per record use"
     name, x, y = lines_of(table, "epsilon")[0]
     assert (name, x[:3], y[:3]) == ("accuracy", [1.0, 4.0, 16.0], [0.5, 2.5, 1.5])
     assert not np.isfinite(x[3:]).any()
@@ -341,7 +341,7 @@ def test_sweep_and_plot_on_the_command_line(tmp_path: Path) -> None:
     )
     over = ["plot", str(tmp_path / "s"), "--x", "epsilon", "--log", "x,y", "--out", str(tmp_path / "e")]
     assert CliRunner().invoke(app, over, catch_exceptions=False).exit_code == 0
-    assert "ε per event" in (tmp_path / "e" / "plot.html").read_text(encoding="utf-8")
+    assert "ε per record use" in (tmp_path / "e" / "plot.html").read_text(encoding="utf-8")
     with pytest.raises(SpecError, match="--log must be x, y, x,y or none, got 'z'"):
         CliRunner().invoke(app, ["plot", str(tmp_path / "s"), "--log", "z"], catch_exceptions=False)
 

@@ -81,8 +81,8 @@ async def test_a_run_is_seen_from_its_beginning_to_its_end(tmp_path: Path) -> No
             page = await until(lambda page: any(each["path"] for each in page["captures"]))
             metrics.update(a_sight())  # of another run
             await up.leave("ben")
-            page = await until(lambda page: page["run"]["learners"][1]["state"] == "away")
-            assert page["run"]["learners"][1]["away_since"] > page["run"]["started"]
+            page = await until(lambda page: page["run"]["learners"][1]["state"] == "disconnected")
+            assert page["run"]["learners"][1]["disconnected_since"] > page["run"]["started"]
             assert page["watch"] is None
             stop.set()
             outcome = await running

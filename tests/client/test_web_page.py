@@ -187,9 +187,9 @@ async def test_text_stands_out_from_its_ground(browser: Browser, scheme: Any) ->
     """By WCAG's AA, for the smallest text: 4.5 to 1, in every state that a page may be in."""
     page = a_page(8)
     assert page.run is not None
-    states = ["running", "away", "lost", "failed", "finished", "stopped", "budget exhausted", "idle"]
+    states = ["running", "disconnected", "lost", "failed", "finished", "stopped", "budget exhausted", "idle"]
     learners = tuple(
-        replace(each, state=state, epsilon=0.7 * k, warnings=("look here",), accuracy=0.9, away_since=NOON)
+        replace(each, state=state, epsilon=0.7 * k, warnings=("look here",), accuracy=0.9, disconnected_since=NOON)
         for k, (each, state) in enumerate(zip(page.run.learners, states, strict=True))
     )
     run = replace(page.run, learners=learners, warnings=("something",), state="failed", ended_at=NOON + 20.0)

@@ -65,7 +65,7 @@ def test_a_spec_that_says_things_otherwise_is_refused(change: dict[str, object])
 
 
 def test_a_state_of_a_newer_coordinator_is_said_to_be_one() -> None:
-    assert make_run_list_item(coordinator_pb2.Run(run_id="run-1", state=99)).state == "of a newer version"  # type: ignore[arg-type]
+    assert make_run_list_item(coordinator_pb2.Run(run_id="run-1", state=99)).state == "unknown (newer version)"  # type: ignore[arg-type]
 
 
 def test_rates_are_of_the_last_seconds() -> None:
@@ -123,13 +123,13 @@ def test_rows_say_how_learners_stand() -> None:
         status(1, state=LearnerState.BUDGET_EXHAUSTED, detail="that would be above the budget of 4"),
         status(2, noise_is_not_private=True, violation_count=2, epsilon_owner_budget=3.0, epsilon_other_runs=1.5),
     )
-    now = RunObservation(0.0, statuses, away_since=(None, None, NOON))
+    now = RunObservation(0.0, statuses, disconnected_since=(None, None, NOON))
     before = RunObservation(0.0, (status(0, epsilon_spent=3.65), *statuses[1:]))
     ann, ben, eve = _learner_views(plan(), now, before)
     assert (ann.state, ann.epsilon_limit, ann.warnings) == ("running", 4.0, ("its budget is nearly used up",))
     assert (ben.state, ben.warnings) == ("budget exhausted", ("that would be above the budget of 4",))
-    assert (eve.state, eve.away_since, eve.epsilon_limit, eve.epsilon_owner_budget, eve.epsilon_other_runs) == (
-        "away",
+    assert (eve.state, eve.disconnected_since, eve.epsilon_limit, eve.epsilon_owner_budget, eve.epsilon_other_runs) == (
+        "disconnected",
         NOON,
         1.5,
         3.0,

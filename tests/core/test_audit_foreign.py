@@ -480,7 +480,7 @@ def test_numbers_that_are_rounded_to_more_than_the_noise_are_not_tested() -> Non
 
 
 def test_noise_of_a_field_that_there_is_not() -> None:
-    with pytest.raises(SpecError, match="--noise-law must name decoded fields, got 'totals'; there are total"):
+    with pytest.raises(SpecError, match="--noise-distribution must name decoded fields, got 'totals'; there are total"):
         check_noise(
             conversations(noised, 8),
             {"totals": FREE},

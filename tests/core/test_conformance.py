@@ -32,7 +32,7 @@ from sottovoce_core.spec import parse_spec
 from tests.examples import made_up, small_run
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("builtin_algorithms.yaml").read_text("utf-8")
 )
 
 
@@ -55,7 +55,7 @@ def overheard(run: Run, data: PlacedData, noise: NoiseSource, replicas: int = 1)
 
 
 def of_the_field(name: str) -> tuple[Run, PlacedData]:
-    """An algorithm of `field.yaml` in few rounds, with five leaves for those that have trees."""
+    """An algorithm of `builtin_algorithms.yaml` in few rounds, with five leaves for those that have trees."""
     changes = next(run for run in FIELD["runs"] if run["name"] == name)
     if "block_length" in changes["algorithm"]:
         changes = {**changes, "algorithm": {**changes["algorithm"], "block_length": 8}}

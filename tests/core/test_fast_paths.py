@@ -29,7 +29,7 @@ from tests.examples import made_up
 from tests.strategies import vectors
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("builtin_algorithms.yaml").read_text("utf-8")
 )
 ROUNDS = 2_000
 SOLVING = {"admm", "dvp", "pvp"}

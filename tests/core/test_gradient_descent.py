@@ -472,9 +472,7 @@ def within(losses: PrivacyLosses, claim: FloatArray) -> None:
 def test_no_transcript_shows_more_of_a_record_than_is_claimed(
     form: dict[str, Any], loss: dict[str, Any], topology: dict[str, Any]
 ) -> None:
-    run = run_of(
-        {**form, **({"adjacency": "record_use"} if form["name"] == "pdop" else {})}, loss=loss, topology=topology
-    )
+    run = run_of({**form, **({"adjacency": "record_use"} if form["name"] == "pdop" else {})}, loss=loss, topology=topology)
     generator = np.random.default_rng(7)
     for batch, learner in product((1, 2), (0, 2)):
         data = made_up(run.spec, batch=batch, seed=batch)

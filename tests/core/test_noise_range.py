@@ -23,7 +23,7 @@ from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("builtin_algorithms.yaml").read_text("utf-8")
 )
 RUNS = {str(each["name"]): each for each in FIELD["runs"]}
 EXTREME = [0.0, 5e-324, 1e-308, 1e-200, 1e-100, 1e-60, 1e60, 1e100, 1e200, 1.7e308]

@@ -27,7 +27,7 @@ from tests.claims import SETUPS
 from tests.examples import made_up, small_run
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("builtin_algorithms.yaml").read_text("utf-8")
 )
 ROUNDS = 36
 STEP = 0.25

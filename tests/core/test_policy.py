@@ -196,7 +196,7 @@ def test_a_proof_that_is_stated_is_told_from_none() -> None:
 
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("builtin_algorithms.yaml").read_text("utf-8")
 )
 
 

@@ -748,9 +748,7 @@ def test_a_watch_accuses_nobody_who_is_away() -> None:
             messages = step.split_by_sender()
             there = {i: said for i, said in messages.items() if spec.participation.is_participating(i, step.t)}
             assert not whole.take(step.t, messages) and not heard_only.take(step.t, there)
-        assert whole.log_e_value == heard_only.log_e_value and all(
-            each.is_replayable and each.rounds == 40 for each in whole.learners
-        )
+        assert whole.log_e_value == heard_only.log_e_value and all(each.is_replayable and each.rounds == 40 for each in whole.learners)
 
 
 def test_a_watch_sees_too_little_noise_of_who_joined_late() -> None:

@@ -86,7 +86,7 @@ def test_every_learner_has_its_own_scale() -> None:
 # ---- replicas --------------------------------------------------------------------------------------------------------
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("builtin_algorithms.yaml").read_text("utf-8")
 )
 
 

@@ -85,7 +85,7 @@ def noticed_or_whole(folder: Path, whole: list[object]) -> bool:
     try:
         assert holds(folder) == whole
     except CorruptStateError as error:
-        return any(way_out in str(error) for way_out in ("ledger --repair", "newer Sottovoce", "ledger --moved"))
+        return any(way_out in str(error) for way_out in ("ledger --repair", "newer Sottovoce", "ledger --adopt-copy"))
     return False
 
 

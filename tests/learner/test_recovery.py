@@ -31,7 +31,7 @@ from tests.examples import ALLOWING
 
 ROUNDS, FEATURES = 6, 6
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("builtin_algorithms.yaml").read_text("utf-8")
 )
 
 

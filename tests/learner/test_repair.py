@@ -145,7 +145,7 @@ def test_a_copy_that_is_the_only_one_is_taken(folder: Path, tmp_path_factory: py
     shutil.copytree(folder, copy)
     out = io.StringIO()
     adopt_ledger(copy, NAME, Console(file=out))
-    assert f"ann goes on from {copy}: 2 runs, ε {2 * PRICE + 3 * PRICE:g} in all\n" in out.getvalue()
+    assert f"ann continues from {copy}: 2 runs, ε {2 * PRICE + 3 * PRICE:g} in total\n" in out.getvalue()
     assert (
         f"charge that before the learner starts: sottovoce ledger --repair --state {copy} --learner ann --charge"
         in out.getvalue()
@@ -185,6 +185,6 @@ def test_repair_says_what_it_did(folder: Path) -> None:
     cut(folder / LOG)
     repair_ledger(folder, NAME, None, console)
     first, second = out.getvalue().splitlines()
-    assert first == "nothing is lost: ε 1.25 in all, as before"
-    assert second.startswith("charged ε 1, which makes 1.5 in all; what was there is kept in ")
+    assert first == "the ledger is complete: ε 1.25 in total, as before"
+    assert second.startswith("charged ε 1; the total is 1.5; a backup of the former state is in ")
     assert "is cut or damaged at entry" in StoredState.read(LearnerPaths(folder, NAME)).lines[-1].facts["why"]

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(7200)]
 AUDITS, LOTS, ALPHA = 1000, 20, 0.01
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("builtin_algorithms.yaml").read_text("utf-8")
 )
 
 

@@ -22,7 +22,7 @@ from tests.services.network import network
 pytestmark = pytest.mark.each
 
 FIELD: dict[str, Any] = yaml.safe_load(
-    resources.files("sottovoce_client.runs").joinpath("field.yaml").read_text("utf-8")
+    resources.files("sottovoce_client.runs").joinpath("builtin_algorithms.yaml").read_text("utf-8")
 )
 ROUNDS = 36
 """More than two blocks of the longest block length."""

@@ -150,7 +150,7 @@ async def test_a_copy_is_refused_before_it_joins_and_goes_on_where_its_owner_say
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 5)
         await moved_away(up, "ann", copy)
-        way_out = f"`sottovoce ledger --moved --state {copy} --learner ann`"
+        way_out = f"`sottovoce ledger --adopt-copy --state {copy} --learner ann`"
         with pytest.raises(CorruptStateError, match=f"this state folder is a copy.* {re.escape(way_out)}"):
             await follows(up, "ann", copy)
         Ledger(copy).accept_moved_folder("ann")

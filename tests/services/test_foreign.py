@@ -280,7 +280,7 @@ def test_what_a_run_is_may_be_said_by_the_client(tmp_path: Path) -> None:
     by_name = read_runs(tmp_path, None, "metadata:run")
     assert [len(run.frames) for run in by_name.runs] == [3, 6] and by_name.unnamed_streams == 1
     for wrong in ("metadata:", "port"):
-        with pytest.raises(SpecError, match="--run-is must be connection, stream or metadata:KEY"):
+        with pytest.raises(SpecError, match="--run-boundary must be connection, stream or metadata:KEY"):
             read_runs(tmp_path, None, wrong)
 
 

@@ -267,7 +267,7 @@ async def test_a_learner_is_moved_and_restored_as_the_page_says(tmp_path: Path) 
             shutil.copytree(old, new)
             copied = await asyncio.to_thread(ended, *ann, str(new))
             before = await asyncio.to_thread(commanded, "ledger", "--state", str(old), "--json")
-            told = await asyncio.to_thread(commanded, "ledger", "--moved", "--state", str(new), "--learner", "ann")
+            told = await asyncio.to_thread(commanded, "ledger", "--adopt-copy", "--state", str(new), "--learner", "ann")
             after = await asyncio.to_thread(commanded, "ledger", "--state", str(new), "--json")
             with service(*ann, str(new), "--listen", listens):
                 outcome = await asyncio.wait_for(running, PATIENCE_S)
@@ -276,8 +276,8 @@ async def test_a_learner_is_moved_and_restored_as_the_page_says(tmp_path: Path) 
             charged = await asyncio.to_thread(commanded, *charge)
             restored = await asyncio.to_thread(commanded, "ledger", "--state", str(old), "--json")
     assert copied[0] == 2 and "this state folder is a copy" in copied[1]
-    assert f"`sottovoce ledger --moved --state {new} --learner ann`" in copied[1]
-    assert told[0] == 0 and f"ann goes on from {new}: 1 run," in told[1]
+    assert f"`sottovoce ledger --adopt-copy --state {new} --learner ann`" in copied[1]
+    assert told[0] == 0 and f"ann continues from {new}: 1 run," in told[1]
     assert before == after and before[0] == 0
     assert (outcome.state, outcome.detail) == ("finished", "")
     assert outcome.statuses[0].rounds_committed == 150

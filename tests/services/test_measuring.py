@@ -94,13 +94,13 @@ async def test_what_cannot_be_computed_costs_no_summary(tmp_path: Path, monkeypa
         whole.epsilon_record_use,
         True,
     )
-    assert determine_verdict(lost).kind == "open" and lost.failed_parts[1] in determine_verdict(lost).text
+    assert determine_verdict(lost).tone == "open" and lost.failed_parts[1] in determine_verdict(lost).text
     page = build_run_page(lost).to_html()
     assert "It could not be computed" in page and "There is no capture" not in page
 
     monkeypatch.setattr("sottovoce_client.runs.evaluate.measure", broken)
-    monkeypatch.setattr("sottovoce_client.runs.evaluate.central_accuracy", broken)
-    monkeypatch.setattr("sottovoce_client.runs.evaluate._overheard", broken)
+    monkeypatch.setattr("sottovoce_client.runs.evaluate.compute_central_accuracy", broken)
+    monkeypatch.setattr("sottovoce_client.runs.evaluate._read_capture", broken)
     least = summarise(run, data, outcome)
     assert len(least.failed_parts) == 3 and least.state == whole.state
     assert [each.epsilon_record_use for each in least.learners] == [each.epsilon_record_use for each in whole.learners]

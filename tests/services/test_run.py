@@ -353,7 +353,7 @@ async def test_a_run_is_stopped_when_its_coordinator_is_back(
         old = await up.cut_coordinator()
         stop.set()
         async with asyncio.timeout(PATIENCE_S):
-            while "the coordinator is away: the run is stopped when it is back" not in said:
+            while "the coordinator is disconnected: the run is stopped when it is back" not in said:
                 await asyncio.sleep(0.05)
                 said += capsys.readouterr().err
         up.coordinating = old
@@ -369,7 +369,7 @@ async def test_an_operator_need_not_wait_for_learners_that_never_join(tmp_path: 
         running = asyncio.ensure_future(up.run(spec, made_up(spec), stop))
         await asyncio.sleep(0.1)
         stop.set()
-        with pytest.raises(RunInterrupted, match="stopped before the run had begun"):
+        with pytest.raises(RunInterrupted, match="stopped before the run began"):
             await running
         await up.join(NAMES[3])
         assert (await up.run(spec, made_up(spec))).state == "finished"
@@ -687,7 +687,7 @@ async def test_a_connection_that_breaks_while_a_feeder_asks_is_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A learner dies at just that moment, once for each of them and again after the first records."""
-    ready, breaks = feeders._ready, Counter[str]()
+    ready, breaks = feeders._wait_for_run, Counter[str]()
 
     async def broken(stub: Any, run_id: str, address: str, patience_s: float) -> None:
         breaks[address] += 1
@@ -704,10 +704,10 @@ async def test_a_connection_that_breaks_while_a_feeder_asks_is_opened_again(
                 return
             yield batch
 
-    batches = feeders._Sending.batches
-    monkeypatch.setattr(feeders, "_ready", broken)
+    batches = feeders._BatchStream.batches
+    monkeypatch.setattr(feeders, "_wait_for_run", broken)
     monkeypatch.setattr(feeders, "_RETRY_DELAY_S", 0.01)
-    monkeypatch.setattr(feeders._Sending, "batches", brief)
+    monkeypatch.setattr(feeders._BatchStream, "batches", brief)
     spec = small_spec(200, NAMES, clock={"deadline_s": PATIENCE_S})
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
@@ -719,12 +719,12 @@ async def test_a_connection_that_breaks_while_a_feeder_asks_is_opened_again(
     ("failures", "given_up"), [([0, 30, 60], False), ([0, 61], True), ([0, 50, None, 70, 130], False)]
 )
 def test_patience_is_counted_from_the_first_failure_in_a_row(failures: list[float | None], given_up: bool) -> None:
-    failing, found = feeders._Failing(60.0), False
+    failing, found = feeders._FailureTimer(60.0), False
     for now in failures:
         if now is None:
-            failing.over()
+            failing.reset()
         else:
-            found = failing.too_long(now)
+            found = failing.has_expired(now)
     assert found == given_up
 
 

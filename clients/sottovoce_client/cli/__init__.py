@@ -10,7 +10,7 @@ from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.optional import format_install_hint
 from sottovoce_core.text import escape_control_lines
 
-# Importing them registers their commands: in the order of the help, which begins with what newcomers need.
+# Importing these modules registers their commands, in the order of the help, which begins with the first steps.
 # isort: off
 from sottovoce_client.cli import specs as specs
 from sottovoce_client.cli import runs as runs
@@ -18,7 +18,7 @@ from sottovoce_client.cli import experiments as experiments
 from sottovoce_client.cli import feeding as feeding
 from sottovoce_client.cli import results as results
 from sottovoce_client.cli import services as services
-from sottovoce_client.cli import operations as operating
+from sottovoce_client.cli import operations as operations
 from sottovoce_client.cli import pki as pki
 from sottovoce_client.cli import auditing as auditing
 from sottovoce_client.cli import privacy as privacy
@@ -28,14 +28,14 @@ __all__ = ["app", "main"]
 
 
 def _add_laboratory() -> None:
-    """Add the commands of the package `sottovoce_lab`, which may be left out; without it, a command that says how to get it."""
+    """Add the commands of the optional package `sottovoce_lab`; without it, a command that explains how to install it."""
     try:
         app.add_typer(import_module("sottovoce_lab.commands").lab_app, name="lab", rich_help_panel="Privacy")
     except ModuleNotFoundError as error:
         if error.name not in ("sottovoce_lab", "sottovoce_lab.commands"):
             raise
-        anything = {"allow_extra_args": True, "ignore_unknown_options": True}
-        app.command("lab", rich_help_panel="Privacy", context_settings=anything)(_require_laboratory)
+        accept_any = {"allow_extra_args": True, "ignore_unknown_options": True}
+        app.command("lab", rich_help_panel="Privacy", context_settings=accept_any)(_require_laboratory)
 
 
 def _require_laboratory() -> None:
@@ -60,21 +60,21 @@ def main(*, service: bool = False) -> None:
         print(f"sottovoce: {escape_control_lines(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     except MemoryError as error:
-        asked = f" ({error})" if str(error) else ""
+        detail = f" ({error})" if str(error) else ""
         print(
-            f"sottovoce: this needs more memory than there is{asked}: ask for less, or for fewer at a time",
+            f"sottovoce: the command needs more memory than is available{detail}: reduce the size or the number of jobs",
             file=sys.stderr,
         )
         raise SystemExit(2) from None
-    except OSError as error:  # a full disk, a folder that nobody may write to: what to do is its owner's to know
+    except OSError as error:  # a full disk, a folder without write permission: the message tells the user what to do
         print(f"sottovoce: {escape_control_lines(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     except Exception as error:
         from sottovoce_rpc.logs import describe_user_code_error
 
-        if not (told := describe_user_code_error(error)):
-            raise  # a mistake of ours: all that is known of it is wanted
-        print(f"sottovoce: {escape_control_lines(told)}", file=sys.stderr)
+        if not (text := describe_user_code_error(error)):
+            raise  # a bug of this program: the traceback is needed
+        print(f"sottovoce: {escape_control_lines(text)}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         print(INTERRUPTED_MESSAGE, end="", file=sys.stderr)

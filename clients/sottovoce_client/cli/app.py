@@ -1,4 +1,4 @@
-"""The command's parts that all share: the application, options, and where a spec and its results lie."""
+"""The command-line application, and parts that all commands share: options, specs, and result folders."""
 
 from __future__ import annotations
 
@@ -36,28 +36,29 @@ if TYPE_CHECKING:
     from sottovoce_core.spec import RunSpec
 
 
-_made: list[Path] = []
-"""Folders that this command has made, the inner ones last."""
+_created_folders: list[Path] = []
+"""Folders that this command has created, inner ones last."""
 INTERRUPTED_MESSAGE = "sottovoce: interrupted\n"
 
 
 @contextlib.contextmanager
-def _ending_in_a_line() -> Iterator[None]:
+def _handle_interrupt() -> Iterator[None]:
+    """Turn an interrupt by Ctrl-C into one line of text and exit code 130."""
     try:
         yield
     except (SottovoceError, typer.Exit):
         raise
     except BaseException as error:
-        if not _of_ctrl_c(error):
+        if not _is_interrupt(error):
             raise
-        warnings.simplefilter("ignore")  # of what is cut short
-        with contextlib.suppress(OSError):  # of a terminal that was closed
+        warnings.simplefilter("ignore")  # from interrupted work
+        with contextlib.suppress(OSError):  # the terminal may be closed
             print(INTERRUPTED_MESSAGE, end="", file=sys.stderr, flush=True)
         raise typer.Exit(130) from None
 
 
-def _of_ctrl_c(error: BaseException | None) -> bool:
-    """Is this what came of it? Where C code is imported, or runs, another exception may: pydantic's has its name in the text."""
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Return whether Ctrl-C caused this error. C code may raise another one, such as pydantic's, which names it in its text."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         if "KeyboardInterrupt" in str(error):
             return True
@@ -73,76 +74,81 @@ _NAMES = (
     "TRACE_EVERY"
 )
 VARIABLES = frozenset(_PREFIX + name for name in _NAMES.split())
-"""Environment variables that are read, by any command."""
+"""Environment variables that any command reads."""
 _SERVICE_LINK = re.compile(
     r"\w+?(_SERVICE_HOST=.+|_SERVICE_PORT(_\w+)?=\d+|_PORT(_\d+_(TCP|UDP|SCTP))?=\w+://.+"
     r"|_PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)=.+)"
 )
-"""Variables that Kubernetes gives every pod for each service beside it, which may be called sottovoce-coordinator."""
+"""Variables that Kubernetes sets in every pod for each service, which may be called sottovoce-coordinator."""
 _MIN_NAME_SIMILARITY = 0.75
-"""How alike two names are of which one may be meant by the other."""
+"""Minimum similarity of two names at which one is taken for a misspelling of the other."""
 
 
 def reject_misspelled_variables(environment: Mapping[str, str]) -> list[str]:
-    """Refuse a variable that is nearly one that is read: as a setting it would be ignored.
+    """Reject a variable whose name is similar to a setting: it would be ignored.
 
     Args:
-        environment: of the process.
+        environment: Environment of the process.
 
     Returns:
-        Names of other variables that are no settings, and are ignored.
+        Names of other variables that are not settings; they are ignored.
 
     Raises:
-        SpecError: a name is nearly that of a setting.
+        SpecError: A name is similar to a setting.
     """
     others = []
     for name, value in sorted(environment.items()):
         if not name.startswith(_PREFIX) or name in VARIABLES or _SERVICE_LINK.fullmatch(f"{name}={value}"):
             continue
         known = [each.removeprefix(_PREFIX) for each in sorted(VARIABLES)]
-        if near := difflib.get_close_matches(name.removeprefix(_PREFIX).upper(), known, 1, _MIN_NAME_SIMILARITY):
+        if matches := difflib.get_close_matches(name.removeprefix(_PREFIX).upper(), known, 1, _MIN_NAME_SIMILARITY):
             raise SpecError(
-                f"the environment variable {escape_control(name)} is no setting: {_PREFIX}{near[0]} is one; rename it, or unset it"
+                f"the environment variable {escape_control(name)} is not a setting, but similar to "
+                f"{_PREFIX}{matches[0]}: rename or unset it"
             )
         others.append(name)
     return others
 
 
 class _Sottovoce(CommandGroup):
-    """All commands; Ctrl-C ends them in a line, whatever version of Typer would say of it."""
+    """Group of all commands; Ctrl-C ends them with one line, independently of the version of Typer."""
 
-    def make_context(self, *words: Any, **more: Any) -> Any:
-        with _ending_in_a_line():
-            return super().make_context(*words, **more)
+    def make_context(self, *arguments: Any, **more: Any) -> Any:
+        with _handle_interrupt():
+            return super().make_context(*arguments, **more)
 
     def invoke(self, ctx: Any) -> Any:
         if not {"-h", "--help"} & {*ctx.args, *ctx._protected_args}:
             others = reject_misspelled_variables(os.environ)
             if not ctx.obj:  # a service logs them, perhaps as JSON
                 for name in others:
-                    text = f"sottovoce: the environment variable {escape_control(name)} is no setting, and is ignored"
+                    text = (
+                        f"sottovoce: the environment variable {escape_control(name)} is not a setting, and is ignored"
+                    )
                     print(text, file=sys.stderr)
         try:
-            with _ending_in_a_line():
+            with _handle_interrupt():
                 return super().invoke(ctx)
-        finally:  # what was refused leaves no folder behind in which there is nothing
-            while _made:
+        finally:  # a refused command leaves no empty folder
+            while _created_folders:
                 with contextlib.suppress(OSError):
-                    _made.pop().rmdir()
+                    _created_folders.pop().rmdir()
 
 
 class _Application(CommandApp):
-    """Builds the options of the called command alone: those of all commands take a third of the time of a start."""
+    """Application that builds the options of the called command alone: all options take a third of the start time."""
 
     def __call__(self, args: Sequence[str] | None = None, **more: Any) -> Any:
-        asked, first = copy.copy(self), [*strip_common_options(sys.argv[1:] if args is None else args), ""][0]
-        asked.registered_commands = [each for each in self.registered_commands if _name(each) == first]
-        asked.registered_groups = [each for each in self.registered_groups if each.name == first]
-        known = asked.registered_commands or asked.registered_groups
-        return super(_Application, asked if known else self).__call__(args, **more)
+        application, first = copy.copy(self), [*strip_common_options(sys.argv[1:] if args is None else args), ""][0]
+        application.registered_commands = [
+            each for each in self.registered_commands if _get_command_name(each) == first
+        ]
+        application.registered_groups = [each for each in self.registered_groups if each.name == first]
+        is_known = application.registered_commands or application.registered_groups
+        return super(_Application, application if is_known else self).__call__(args, **more)
 
 
-def _name(command: Any) -> str:
+def _get_command_name(command: Any) -> str:
     return str(command.name or command.callback.__name__)
 
 
@@ -161,18 +167,18 @@ app = _Application(
 
 
 WIRE_PACKAGE = "sottovoce_wire.v1"
-"""The package of all messages and methods."""
+"""Package of all messages and methods of the wire protocol."""
 
 
 def get_installed_version() -> str:
-    """Of the package that is installed."""
+    """Return the version of the installed package."""
     from importlib.metadata import version
 
     return version("sottovoce")
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         from sottovoce_core.spec_versions import FORMAT
         from sottovoce_eavesdropper import CAPTURE_FORMAT as CAPTURES
 
@@ -184,52 +190,52 @@ def _print_version(asked: bool) -> None:
 def make_address_option(
     *flags: str, listen: bool = False, check: Callable[[str, str], object] | None = None, **options: Any
 ) -> Any:
-    """An option that is an address, or a list of them; as `typer.Option`.
+    """Build an option that is an address, or a list of them, like `typer.Option`.
 
     Args:
-        flags, options: as of `typer.Option`.
-        listen: whether it is to be listened on.
-        check: raises `SpecError` for what is none, given that and the option's name; None: it is of a service of ours.
+        flags, options: Arguments of `typer.Option`.
+        listen: Whether the address is listened on.
+        check: Raises `SpecError` for an invalid value, given the value and the option's name; None: checks a service address.
     """
-    return typer.Option(*flags, callback=_required_address(listen, check), **options)
+    return typer.Option(*flags, callback=_make_address_check(listen, check), **options)
 
 
-def _required_address(listen: bool = False, check: Callable[[str, str], object] | None = None) -> Any:
-    """Callback of an option that is an address."""
+def _make_address_check(listen: bool = False, check: Callable[[str, str], object] | None = None) -> Any:
+    """Return the callback of an option that is an address."""
 
-    def held(parameter: typer.CallbackParam, value: Any) -> Any:
+    def check_value(parameter: typer.CallbackParam, value: Any) -> Any:
         from sottovoce_rpc.addresses import require_address
 
-        what, wrong = parameter.opts[0], list[str]()
+        option, errors = parameter.opts[0], list[str]()
         for each in value if isinstance(value, list | tuple) else [] if value is None else [value]:
             try:
                 if check is None:
-                    require_address(each, what, allow_port_zero=listen)
+                    require_address(each, option, allow_port_zero=listen)
                 else:
-                    check(each, what)
+                    check(each, option)
             except SpecError as error:
-                wrong.append(str(error))
-        if wrong:
-            raise SpecError("\n".join(wrong))
-        # What is done with None there differs between versions of typer.
+                errors.append(str(error))
+        if errors:
+            raise SpecError("\n".join(errors))
+        # The effect of returning None for a list differs between versions of Typer.
         return [] if value is None and getattr(parameter, "multiple", False) else value
 
-    return held
+    return check_value
 
 
 def make_number_option(*flags: str, min_value: float, max_value: float, **options: Any) -> Any:
-    """An option that is a number from `least` to `most`; as `typer.Option`, some versions of which take not-a-number, too."""
+    """Build an option that is a number in a range, like `typer.Option`, some versions of which accept not-a-number."""
 
-    def held(parameter: typer.CallbackParam, value: float | None) -> float | None:
+    def check_value(parameter: typer.CallbackParam, value: float | None) -> float | None:
         if value is not None and math.isnan(value):
             raise SpecError(f"{parameter.opts[0]} must be a number from {min_value:g} to {max_value:g}, got nan")
         return value
 
-    return typer.Option(*flags, min=min_value, max=max_value, callback=held, **options)
+    return typer.Option(*flags, min=min_value, max=max_value, callback=check_value, **options)
 
 
-def _shared(name: str, help_: str, *, variable: bool = True, **more: Any) -> Any:
-    """An option of every command."""
+def _make_common_option(name: str, help_: str, *, variable: bool = True, **more: Any) -> Any:
+    """Build an option of every command."""
     more["envvar"] = f"{_PREFIX}{name.upper().replace('-', '_')}" if variable else None
     return typer.Option(
         f"--{name}", help=help_, rich_help_panel="Options of every command, before it or after it", **more
@@ -248,52 +254,52 @@ def _sottovoce(
         ),
     ] = False,
     as_json: Annotated[
-        bool, _shared("json", "Print the result as JSON, for programs; words go to standard error.", variable=False)
+        bool, _make_common_option("json", "Print the result as JSON; text goes to standard error.", variable=False)
     ] = False,
     coordinator: Annotated[
         str | None,
-        _shared(
+        _make_common_option(
             "coordinator",
             "Address of the coordinator.",
-            callback=_required_address(),
+            callback=_make_address_check(),
             show_default=DEFAULT_COORDINATOR,
         ),
     ] = None,
     identity: Annotated[
         Path | None,
-        _shared(
+        _make_common_option(
             "identity",
-            "Folder with tls.crt, tls.key and ca.crt: who this is, and whom it believes. Channels are encrypted. Of several "
-            "learners in one process: the folder with a folder learner-NAME for each.",
+            "Folder with tls.crt, tls.key and ca.crt: own identity and trusted authorities. Channels are encrypted. For several "
+            "learners in one process: the parent folder of a folder learner-NAME for each.",
             show_default="none: this machine only",
         ),
     ] = None,
     insecure: Annotated[
         bool,
-        _shared(
+        _make_common_option(
             "insecure",
-            "Without an identity, use unencrypted channels to other machines, too: anybody in between may do anything.",
+            "Without an identity, also use unencrypted channels to other machines, open to any attacker on the network.",
         ),
     ] = False,
     allow_imports: Annotated[
         bool,
-        _shared(
+        _make_common_option(
             "allow-imports",
             "Import code that a run spec names (module:Class). A user who starts a run can then run any installed code.",
         ),
     ] = False,
     log_level: Annotated[
-        str | None, _shared("log-level", "debug, info, warning or error.", show_default="info")
+        str | None, _make_common_option("log-level", "debug, info, warning or error.", show_default="info")
     ] = None,
     log_format: Annotated[
         Literal["auto", "json", "people"],
-        _shared("log-format", "How logs are written; auto: for people on a terminal, as JSON elsewhere."),
+        _make_common_option("log-format", "Format of logs; auto: people on a terminal, else json."),
     ] = "auto",
     profile: Annotated[
         str | None,
-        _shared(
+        _make_common_option(
             "profile",
-            "Take values for these options from the file sottovoce/NAME.yaml in your configuration folder.",
+            "Read values of these options from the file sottovoce/NAME.yaml in your configuration folder.",
             metavar="NAME",
             is_eager=True,
             callback=read_profile,
@@ -302,9 +308,9 @@ def _sottovoce(
     ] = None,
     config: Annotated[
         Path | None,
-        _shared(
+        _make_common_option(
             "config",
-            "Of a service: YAML file with values for its options; the command line and the environment win.",
+            "For a service: YAML file with values of its options; the command line and the environment have priority.",
             is_eager=True,
             callback=read_config,
             show_default="none",
@@ -312,31 +318,33 @@ def _sottovoce(
     ] = None,
     stop_with_stdin: Annotated[
         bool,
-        _shared("stop-with-stdin", "Of a service: stop when standard input ends.", variable=False, hidden=True),
+        _make_common_option(
+            "stop-with-stdin", "For a service: stop when standard input ends.", variable=False, hidden=True
+        ),
     ] = False,
 ) -> None:
     """The options of every command."""
 
 
-def _group(name: str, panel: str, **more: Any) -> CommandApp:
-    made = CommandApp(**{"no_args_is_help": not more.get("invoke_without_command"), **more})
-    app.add_typer(made, name=name, rich_help_panel=panel)
-    return made
+def _add_group(name: str, panel: str, **more: Any) -> CommandApp:
+    group = CommandApp(**{"no_args_is_help": not more.get("invoke_without_command"), **more})
+    app.add_typer(group, name=name, rich_help_panel=panel)
+    return group
 
 
-data_app = _group("data", "Runs", help="Data sets that have a name: list, fetch and describe them.")
-models_app = _group("models", "Runs", help="A learner's model as a file, and what handing it out costs.")
-runs_app = _group("runs", "Runs", help="Show the runs of a coordinator, stop them, take them up again.")
-transcript_app = _group("transcript", "Runs", help="Look into recorded or simulated messages.")
-eavesdropper_app = _group(
+data_app = _add_group("data", "Runs", help="Named data sets: list, fetch and describe them.")
+models_app = _add_group("models", "Runs", help="Export a learner's model, with the privacy cost of publishing it.")
+runs_app = _add_group("runs", "Runs", help="Show, stop and resume the runs of a coordinator.")
+transcript_app = _add_group("transcript", "Runs", help="Show, query and verify recorded or simulated messages.")
+eavesdropper_app = _add_group(
     "eavesdropper",
     "Services",
     cls=bind_common_options(CommandGroup, *SERVICE_OPTIONS),
     epilog=format_options_help(*SERVICE_OPTIONS),
     invoke_without_command=True,
 )
-pki_app = _group("pki", "Services", help="Identities: a certificate authority of your own.")
-spec_app = _group("spec", "Specs", help="Check and print run specs, and values of the Helm chart.")
+pki_app = _add_group("pki", "Services", help="Identities: a certificate authority of your own.")
+spec_app = _add_group("spec", "Specs", help="Check and print run specs, and values of the Helm chart.")
 
 SpecFile = Annotated[
     Path,
@@ -350,37 +358,42 @@ SpecFile = Annotated[
 
 
 def make_results_option(name: str) -> Any:
-    """The option that says where results go; without it, to a folder of this name and the time."""
+    """Build the option of the results folder; its default is named after `name` and the time."""
     return typer.Option(
-        "--out", help="Folder for the results; none is replaced.", show_default=f"sottovoce-runs/{name}-TIME"
+        "--out",
+        help="Folder for the results; existing ones are not replaced.",
+        show_default=f"sottovoce-runs/{name}-TIME",
     )
 
 
 OutputFolder = Annotated[Path | None, make_results_option("NAME")]
 MAX_COUNT, MAX_JOBS = 10**7, 4096
-"""Of runs, repetitions, records and the like that an option asks for; and of those at a time."""
+"""Maximum number of runs, repetitions, records and the like in an option; and of concurrent jobs."""
 MAX_DURATION_S = 1e9
-"""Thirty years: what timers take."""
-SERVICE_FILES = ("captures", "journals", "logs", "identities", "ca.crt", "services.json", "learners.json")
-"""What services that a command has started write into its folder."""
+"""Maximum duration that timers accept: thirty years."""
+SERVICE_FILES = ("captures", "learner-state", "logs", "identities", "ca.crt", "services.json", "learners.json")
+"""Files that the services of a command write into its folder."""
 ExportFormats = Annotated[
     str,
     typer.Option(
         metavar="FORMATS",
-        help="Also as files for papers: tables as csv, latex; figures as svg, pdf, png; commas between.",
+        help="Also export files for papers: tables as csv, latex; figures as svg, pdf, png; commas between.",
         show_default="none",
         autocompletion=completion.make_list_completer(("csv", "latex", "svg", "pdf", "png")),
     ),
 ]
 ListenAddress = Annotated[
-    str, make_address_option(listen=True, envvar="SOTTOVOCE_LISTEN", help="host:port to listen on; port 0 picks one.")
+    str,
+    make_address_option(
+        listen=True, envvar="SOTTOVOCE_LISTEN", help="Address to listen on, host:port; port 0: any free one."
+    ),
 ]
 KeepLogFlag = Annotated[
     bool,
     typer.Option(
         "--keep-log",
         envvar="SOTTOVOCE_KEEP_LOG",
-        help="Keep the logs of runs, with the records in them, in the state folder, below kept: for `sottovoce watch --state`.",
+        help="Keep the logs of runs, with their records, in the folder kept of the state folder, for `sottovoce watch --state`.",
     ),
 ]
 MetricsAddress = Annotated[
@@ -390,14 +403,14 @@ MetricsAddress = Annotated[
         listen=True,
         metavar="HOST:PORT",
         envvar="SOTTOVOCE_METRICS",
-        help="Serve metrics for Prometheus there, at /metrics: with an identity over TLS, to monitors and operators; without "
-        "one to this user of this machine. An extra.",
+        help="Serve Prometheus metrics at this address, at /metrics: with an identity over TLS, to monitors and operators; "
+        "without one to this user of this machine. Needs an optional dependency.",
         show_default="none",
     ),
 ]
 
 
-def _backend(backend: str, _: str) -> None:
+def _check_backend(backend: str, _: str) -> None:
     from sottovoce_client.backends import parse_backend
 
     parse_backend(backend)
@@ -407,11 +420,11 @@ BackendName = Annotated[
     str,
     make_address_option(
         "--backend",
-        check=_backend,
-        metavar="WHAT",
+        check=_check_backend,
+        metavar="BACKEND",
         autocompletion=completion.make_list_completer(("processes", "ray", "dask")),
-        help="What works on simulated runs: processes; ray or dask (RAY_ADDRESS or DASK_SCHEDULER_ADDRESS, or a cluster of this "
-        "machine's own); or a cluster's address, ray://HOST:PORT or dask://HOST:PORT.",
+        help="Backend of simulated runs: processes; ray or dask (RAY_ADDRESS or DASK_SCHEDULER_ADDRESS, or a local cluster); or "
+        "the address of a cluster, ray://HOST:PORT or dask://HOST:PORT.",
     ),
 ]
 CanaryCount = Annotated[
@@ -419,33 +432,33 @@ CanaryCount = Annotated[
     typer.Option(
         min=0,
         max=MAX_COUNT,
-        help="Hide so many coins in the records, for watch --canary-file to guess. They replace records, so they cost accuracy.",
+        help="Number of canaries in the records, which watch --canary-file guesses. They replace records and cost accuracy.",
     ),
 ]
 
 
-def parse_privacy_levels(text: str, least: int = 1, option: str = "--epsilons") -> tuple[float, ...]:
-    """Privacy levels, such as 1,2,5: ascending, each once.
+def parse_privacy_levels(text: str, min_levels: int = 1, option: str = "--epsilons") -> tuple[float, ...]:
+    """Parse privacy levels, such as 1,2,5; return them in ascending order without duplicates.
 
     Raises:
-        SpecError: not numbers above 0, or fewer than `least`.
+        SpecError: A level is not a number above 0, or there are fewer than `min_levels`.
     """
     try:
-        found = sorted({float(part) for part in text.split(",")})
+        levels = sorted({float(part) for part in text.split(",")})
     except ValueError:
         raise SpecError(f"{option} must be numbers with commas between them, got {text!r}") from None
-    if not all(0 < level < math.inf for level in found):
+    if not all(0 < level < math.inf for level in levels):
         raise SpecError(f"{option} must be above 0 and finite, got {text!r}")
-    if len(found) < least:
-        raise SpecError(f"{option} must be at least {least} different levels, got {len(found)}: {text!r}")
-    return tuple(found)
+    if len(levels) < min_levels:
+        raise SpecError(f"{option} must be at least {min_levels} different levels, got {len(levels)}: {text!r}")
+    return tuple(levels)
 
 
 def prepare_run(spec: RunSpec, *, live: bool = False, needs_labels: bool = True) -> Any:
-    """The run and its data, ready to start.
+    """Prepare a run and its data.
 
     Raises:
-        SottovoceError: the spec cannot be run as it is, or its data cannot be used.
+        SottovoceError: The spec cannot be run, or its data cannot be used.
     """
     from sottovoce_core.data.catalogue import get_data_folders
     from sottovoce_core.experiment import prepare
@@ -454,18 +467,18 @@ def prepare_run(spec: RunSpec, *, live: bool = False, needs_labels: bool = True)
 
 
 class WarningPrinter:
-    """Says on standard error what `spec check` would warn of in the records of a run, each thing once."""
+    """Printer of the warnings of `spec check` about a run's records, on standard error, each once."""
 
     def __init__(self) -> None:
-        self._said = set[str]()
+        self._printed = set[str]()
 
     def __call__(self, prepared: Any) -> Any:
-        """The same run, once it is said."""
+        """Print the warnings; return the same run."""
         from sottovoce_client.terminal import print_notice
 
-        for finding in prepared.cautions:
-            if (line := f"warning: {finding.text} [{finding.code}]") not in self._said:
-                self._said.add(line)
+        for finding in prepared.warnings:
+            if (line := f"warning: {finding.text} [{finding.code}]") not in self._printed:
+                self._printed.add(line)
                 print_notice(escape_control(line))
         return prepared
 
@@ -473,10 +486,10 @@ class WarningPrinter:
 def prepare_for_accounting(
     spec: RunSpec, rounds: int | None, records: float | None, horizon: float | None = None
 ) -> Any:
-    """The run, and how many records its rounds bring: of live ones, as many as are asked for, over the horizon.
+    """Prepare a run with its numbers of records per round; for live records, assumed ones, over the horizon.
 
     Raises:
-        SottovoceError: as `prepare_run`; or something was asked for that the data say.
+        SottovoceError: As in `prepare_run`; or an option contradicts the data.
     """
     from sottovoce_core.experiment import estimate_live_run
 
@@ -486,49 +499,49 @@ def prepare_for_accounting(
 
 
 def make_results_folder(name: str, out: Path | None, writes: Collection[str], spec: str | None = None) -> Path:
-    """The folder for results, made where it is missing. What earlier results wrote there is never replaced.
+    """Return the folder for results, created if it is missing. Existing results are never replaced.
 
     Args:
-        name: what a folder is called that nobody has named, with the time behind it.
-        out: the folder that somebody has named; None: nobody.
-        writes: names of what will be written there.
-        spec: what will be written there as `spec.yaml`, which may stand there already; None: nothing.
+        name: Prefix of the default folder, which the time follows.
+        out: Folder that the user has named; None: the default folder.
+        writes: Names of the files that will be written there.
+        spec: Content of the `spec.yaml` that will be written there, which may exist already; None: no such file.
 
     Raises:
-        SpecError: it cannot be written to, or has results of these names.
+        SpecError: The folder cannot be written to, or has results of these names.
     """
     if out is None:
-        return _new_folder(Path("sottovoce-runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
-    missing = _missing(out)
+        return _create_unique_folder(Path("sottovoce-runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    missing = _list_missing_folders(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SpecError(f"cannot write to the folder {out}: {error.strerror}") from None
-    _made.extend(missing)
-    if not os.access(out, os.W_OK):  # before there are results that would be lost
+    _created_folders.extend(missing)
+    if not os.access(out, os.W_OK):  # checked before there are results to lose
         raise SpecError(f"cannot write to the folder {out}")
-    there = [each for each in writes if os.path.lexists(out / each)]
-    if spec is not None and _says_else(out / "spec.yaml", spec):
-        there.insert(0, "a spec.yaml that says something else")
-    if there:
+    existing = [each for each in writes if os.path.lexists(out / each)]
+    if spec is not None and _differs(out / "spec.yaml", spec):
+        existing.insert(0, "a different spec.yaml")
+    if existing:
         raise SpecError(
-            f"{out} holds results that would be replaced: {', '.join(there)}; choose another --out, or move them away"
+            f"{out} holds results that would be replaced: {', '.join(existing)}; choose another --out, or move them away"
         )
     return out
 
 
-def _new_folder(wanted: Path) -> Path:
-    """A folder that nobody else has, whoever else makes one in the same second.
+def _create_unique_folder(wanted: Path) -> Path:
+    """Create a folder that no other process has, also if another one creates one in the same second.
 
     Raises:
-        SpecError: it cannot be made.
+        SpecError: It cannot be created.
     """
     folder, number = wanted, 1
     while True:
-        missing = _missing(folder)
+        missing = _list_missing_folders(folder)
         try:
             folder.mkdir(parents=True)
-            _made.extend(missing)
+            _created_folders.extend(missing)
             return folder
         except FileExistsError:
             number += 1
@@ -537,13 +550,13 @@ def _new_folder(wanted: Path) -> Path:
             raise SpecError(f"cannot write to the folder {folder}: {error.strerror}") from None
 
 
-def _missing(folder: Path) -> list[Path]:
-    """It, and those that it would lie in, which are not there; the outer ones first."""
+def _list_missing_folders(folder: Path) -> list[Path]:
+    """List the folder and its parents that do not exist, outer ones first."""
     return [each for each in (*reversed(folder.parents), folder) if not each.exists()]
 
 
-def _says_else(path: Path, text: str) -> bool:
-    """Is something there, and not this text?"""
+def _differs(path: Path, text: str) -> bool:
+    """Return whether the file exists and has another content."""
     try:
         return path.read_text(encoding="utf-8") != text
     except FileNotFoundError:

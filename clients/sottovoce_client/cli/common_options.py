@@ -1,7 +1,7 @@
 """Options that many commands share: declared once, on `sottovoce` itself, and read from one object.
 
-They may stand before the command or after it. Weaker than the command line are, in this order, environment variables, the file of
-`--config`, and the file of `--profile`.
+They may be given before or after the command. The command line overrides environment variables, these override the file of
+`--config`, and this overrides the file of `--profile`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _GIVEN, _HELP = "sottovoce.given", "sottovoce.help"
 
 @dataclass(frozen=True, slots=True)
 class CommonOptions:
-    """Values of the common options for the command that runs; those that it does not take have their defaults.
+    """Values of the common options for the active command; options that it does not take have their defaults.
 
     Attributes:
         as_json: Whether the result is printed as JSON.
@@ -171,11 +171,11 @@ def format_options_help(*names: str) -> str | None:
 
 def bind_common_options(group: type[CommandGroup], *names: str) -> type[CommandGroup]:
     """Return the class of a group that is a command, too, and uses these common options."""
-    return type(group.__name__, (group,), {"uses": frozenset(names)})
+    return type(group.__name__, (group,), {"common_options": frozenset(names)})
 
 
 class CommandApp(typer.Typer):
-    """A Typer application whose commands say which common options they use: `--json`, unless they say otherwise."""
+    """Typer application whose commands declare the common options they use: by default `--json`."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__(**{"cls": CommandGroup, **more})
@@ -183,21 +183,21 @@ class CommandApp(typer.Typer):
     def command(
         self, name: str | None = None, *, common_options: tuple[str, ...] = ("as_json",), **more: Any
     ) -> Callable[[Any], Any]:
-        of_these = type("Command", (_Command,), {"uses": frozenset(common_options)})
-        return super().command(name, cls=of_these, **{"epilog": format_options_help(*common_options), **more})
+        command = type("Command", (_Command,), {"common_options": frozenset(common_options)})
+        return super().command(name, cls=command, **{"epilog": format_options_help(*common_options), **more})
 
 
 def read_profile(context: typer.Context, name: str | None) -> str | None:
     """Take defaults of common options from a profile; the callback of `--profile`.
 
     Raises:
-        SpecError: There is no such profile, or it has other options.
+        SpecError: The profile does not exist, or has other options.
     """
     name = _given(context, "profile", name)
     if name is not None and _is_command(context):
         if not name or {*name} & {"/", "\\", "."}:
             raise SpecError(
-                f"--profile must be a name, of NAME.yaml in {_config_folder()}, got {escape_control(name)!r}"
+                f"--profile must be the NAME of NAME.yaml in {_config_folder()}, got {escape_control(name)!r}"
             )
         known = {*COMMON_OPTIONS} - {"profile", "config", "stop_with_stdin", "as_json"} | {"json"}
         found = _defaults(_config_folder() / f"{name}.yaml", "a profile", known)
@@ -214,19 +214,19 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         SpecError: It has options of other commands.
     """
     path = _given(context, "config", path)
-    uses: frozenset[str] = getattr(context.command, "uses", frozenset())
+    common_options: frozenset[str] = getattr(context.command, "common_options", frozenset())
     if path is not None and _is_command(context):
-        if "config" not in uses:
-            if context.meta.get(_GIVEN, {}).get("config") is None:  # of the environment, for services
+        if "config" not in common_options:
+            if context.meta.get(_GIVEN, {}).get("config") is None:  # from the environment, for services
                 return None
             raise SpecError(f"`{context.command_path}` takes no --config: leave it out")
-        known = {str(each.name) for each in context.command.params} | {*uses} - {"config"}
+        known = {str(each.name) for each in context.command.params} | {*common_options} - {"config"}
         context.default_map = {**(context.default_map or {}), **_defaults(Path(path), "a configuration", known)}
     return None
 
 
 def _given(context: typer.Context, name: str, value: Any) -> Any:
-    """Return what stands on the command line, before or after the command, else in the environment."""
+    """Return a value from the command line, before or after the command, else from the environment."""
     given = context.meta.setdefault(_GIVEN, {})
     if value is not None:
         given[name] = value
@@ -235,7 +235,9 @@ def _given(context: typer.Context, name: str, value: Any) -> Any:
 
 def _is_command(context: typer.Context) -> bool:
     command = context.command
-    return not context.resilient_parsing and (not hasattr(command, "commands") or bool(getattr(command, "uses", ())))
+    return not context.resilient_parsing and (
+        not hasattr(command, "commands") or bool(getattr(command, "common_options", ()))
+    )
 
 
 def _config_folder() -> Path:

@@ -1,4 +1,4 @@
-"""What a shell offers when Tab is pressed. It waits for the answer, so nothing large is imported here."""
+"""Shell completion. The shell waits for the answer, so nothing slow is imported here."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ DATASET_NAMES = (
     "covtype",
     "electricity",
 )
-"""Names of `sottovoce_core.data.catalogue`, which NumPy comes with."""
+"""Names in `sottovoce_core.data.catalogue`, which imports NumPy."""
 
 
 def complete_spec_files(incomplete: str) -> list[str]:
-    """YAML files that may be meant; none: the shell offers what it offers for any file, folders too."""
+    """Complete the name of a YAML file; an empty list makes the shell complete any file or folder."""
     folder, _, start = incomplete.rpartition("/")
-    place = Path(f"{folder}/" if folder or incomplete.startswith("/") else ".").expanduser()
-    if not place.is_dir():
+    parent = Path(f"{folder}/" if folder or incomplete.startswith("/") else ".").expanduser()
+    if not parent.is_dir():
         return []
     before = incomplete[: len(incomplete) - len(start)]
-    names = sorted(each.name for each in place.iterdir() if each.suffix in (".yaml", ".yml") and each.is_file())
+    names = sorted(each.name for each in parent.iterdir() if each.suffix in (".yaml", ".yml") and each.is_file())
     return [f"{before}{name}" for name in names if name.startswith(start)]
 
 
 def complete_dataset_names(incomplete: str) -> list[str]:
-    """Data sets that have a name; files are the shell's to offer."""
+    """Complete the name of a data set; the shell completes files."""
     return [name for name in DATASET_NAMES if name.startswith(incomplete)]
 
 
 def make_list_completer(names: Sequence[str]) -> Callable[[str], list[str]]:
-    """Of an option that takes several of these with commas between: each that is not there yet."""
+    """Return a completer of an option that takes several names with commas; it offers those not given yet."""
 
-    def offered(incomplete: str) -> list[str]:
+    def complete(incomplete: str) -> list[str]:
         before, comma, start = incomplete.rpartition(",")
-        there = before.split(",")
-        return [f"{before}{comma}{name}" for name in names if name.startswith(start) and name not in there]
+        given = before.split(",")
+        return [f"{before}{comma}{name}" for name in names if name.startswith(start) and name not in given]
 
-    return offered
+    return complete

@@ -1,4 +1,4 @@
-"""Many runs of one spec, and figures of what runs wrote."""
+"""Commands for many simulations of one spec, and for figures of results."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def sweep(
     ] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise, and of the bootstrap.")] = 0,
     vary_data: Annotated[
-        bool, typer.Option("--vary-data", help="Deal the records anew for each seed, not the noise alone.")
+        bool, typer.Option("--vary-data", help="Partition the records anew for each seed, besides the noise.")
     ] = False,
     backend: BackendName = "processes",
     jobs: Annotated[
-        int | None, typer.Option(min=1, max=MAX_JOBS, help="How many at a time.", show_default="one per core")
+        int | None, typer.Option(min=1, max=MAX_JOBS, help="Number of concurrent jobs.", show_default="one per core")
     ] = None,
     export: ExportFormats = "",
     out: Annotated[Path | None, make_results_option("sweep")] = None,
 ) -> None:
-    """Simulate a spec at every combination of some values, with many seeds: means, 95 % intervals and epsilon.
+    """Simulate a spec at every combination of given values, with many seeds: means, 95 % intervals and epsilon.
 
     Writes results.parquet and results.json.
     """
@@ -55,20 +55,20 @@ def sweep(
     from sottovoce_core.experiment import load
     from sottovoce_core.results import RESULT_FILE_NAMES
 
-    asked, listed = parse_formats(export), list(map(parse_field_values, changes))
-    wanted = dict(listed)
-    if len(wanted) < len(listed):
+    formats, listed = parse_formats(export), list(map(parse_field_values, changes))
+    field_values = dict(listed)
+    if len(field_values) < len(listed):
         raise SpecError(f"--set must name each field once, with all its values, got {', '.join(changes)}")
     options: dict[str, Any] = {"seed": seed, "vary_data": vary_data, "backend": backend, "jobs": jobs}
     experiment = load(spec)
     folder = make_results_folder("sweep", out, RESULT_FILE_NAMES)
-    with terminal.show_progress_bar("simulating") as say:
-        results = sweep_with_progress(WarningPrinter(), experiment, wanted, replicas, **options, display=say)
+    with terminal.show_progress_bar("simulating") as report:
+        results = sweep_with_progress(WarningPrinter(), experiment, field_values, replicas, **options, report=report)
     results.write(folder, seed=seed)
     table = results.summary()
     print(table)
     print(f"{folder}: {', '.join(RESULT_FILE_NAMES)}")
-    code = terminal.attempt("a file of --export", lambda: export_files(folder, asked, results))
+    code = terminal.attempt("a file of --export", lambda: export_files(folder, formats, results))
     terminal.print_json_if_requested(
         lambda: {"folder": folder, "rows": [dict(zip(table.columns, row, strict=True)) for row in table.rows()]}
     )
@@ -76,21 +76,21 @@ def sweep(
 
 
 def parse_field_values(text: str) -> tuple[str, list[Any]]:
-    """`algorithm.sigma=1,2,4` as a field and its values, which are read as YAML.
+    """Parse `algorithm.sigma=1,2,4` into a field and its values, which are read as YAML.
 
     Raises:
-        SpecError: not so.
+        SpecError: It has another form.
     """
     from sottovoce_core.yaml_files import parse_document
 
     field, equals, values = text.partition("=")
     try:
-        found = parse_document(f"values: [{values}]", f"--set {text}", "a value").get("values")
+        parsed = parse_document(f"values: [{values}]", f"--set {text}", "a value").get("values")
     except SpecError as error:
         raise SpecError(f"--set must be FIELD=V,V,... with values as in a spec file: {error}") from None
-    if not (field and equals and found):
+    if not (field and equals and parsed):
         raise SpecError(f"--set must be FIELD=V,V,... with values as in a spec file, got {text!r}")
-    return field, found
+    return field, parsed
 
 
 @app.command(rich_help_panel="Runs")
@@ -99,7 +99,7 @@ def plot(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="results.parquet, or the folders they are in.",
+            help="results.parquet files, or their folders.",
             show_default=False,
         ),
     ],
@@ -108,8 +108,8 @@ def plot(
         typer.Option(
             "--x",
             metavar="COLUMN",
-            help="What is across: rounds, epsilon (per event), or a field that was changed.",
-            show_default="the first changed field with numbers; epsilon for a privacy level, and of a comparison; else rounds",
+            help="Horizontal axis: rounds, epsilon (per record use), or a changed field.",
+            show_default="the first changed field with numbers; epsilon for a privacy parameter or a comparison; else rounds",
         ),
     ] = "",
     log: Annotated[
@@ -117,13 +117,13 @@ def plot(
         typer.Option(
             metavar="AXES",
             help="Logarithmic axes: x, y, both with a comma, or none.",
-            show_default="rounds, and what spans two decades",
+            show_default="rounds, and values that span two decades",
         ),
     ] = None,
     export: ExportFormats = "",
     out: Annotated[Path | None, make_results_option("plot")] = None,
 ) -> None:
-    """Draw what simulate, sweep or compare wrote: one figure for every metric, lines of every file.
+    """Plot results of simulate, sweep or compare: one figure for every metric, lines of every file.
 
     Writes plot.html.
     """
@@ -133,32 +133,34 @@ def plot(
     from sottovoce_client.runs.plot import HorizontalAxis, export_files, make_figures
     from sottovoce_core.results import RESULT_FILE_NAMES, read_results
 
-    asked, axes = parse_formats(export), None if log is None else _axes(log)
+    formats, axes = parse_formats(export), None if log is None else _parse_axes(log)
     results = {
         (path.parent if path.name == RESULT_FILE_NAMES[0] else path).absolute().name: read_results(path)
         for path in files
     }
     if len(results) < len(files):
-        raise SpecError(f"plot names lines by their folders, which must differ, got {', '.join(map(str, files))}")
-    across = HorizontalAxis.choose(results, x)
-    shown = make_figures(across, axes)
-    if across.omission_note:
-        typer.echo(across.omission_note, err=True)
+        raise SpecError(
+            f"plot names lines by their folders, which must have different names, got {', '.join(map(str, files))}"
+        )
+    axis = HorizontalAxis.choose(results, x)
+    figures = make_figures(axis, axes)
+    if axis.omission_note:
+        typer.echo(axis.omission_note, err=True)
     folder = make_results_folder("plot", out, ["plot.html"])
-    Page("plot.html.j2", shown, {"figures": shown}).write(folder / "plot.html")
+    Page("plot.html.j2", figures, {"figures": figures}).write(folder / "plot.html")
     print(f"{folder}: plot.html")
-    more = [path.name for path in export_files(folder, asked, results, shown)]
-    names = [each.name for each in shown]
+    more = [path.name for path in export_files(folder, formats, results, figures)]
+    names = [each.name for each in figures]
     terminal.print_json_if_requested(lambda: {"folder": folder, "files": ["plot.html", *more], "figures": names})
 
 
-def _axes(text: str) -> set[str]:
-    """`x,y` as axes.
+def _parse_axes(text: str) -> set[str]:
+    """Parse `x,y` into axes.
 
     Raises:
-        SpecError: another one.
+        SpecError: An axis does not exist.
     """
-    found = {part.strip() for part in text.split(",")}
-    if not (found <= {"x", "y"} or found == {"none"}):
+    axes = {part.strip() for part in text.split(",")}
+    if not (axes <= {"x", "y"} or axes == {"none"}):
         raise SpecError(f"--log must be x, y, x,y or none, got {text!r}")
-    return found - {"none"}
+    return axes - {"none"}

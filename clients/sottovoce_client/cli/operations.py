@@ -1,4 +1,4 @@
-"""A coordinator's runs and learners, and looks at services that run."""
+"""Commands for a coordinator's runs and learners, and for the status of services."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sottovoce_client.cli.common_options import (
 from sottovoce_core.errors import SpecError
 
 RunId = Annotated[
-    str, typer.Argument(metavar="RUN", help="As `runs show` lists it, or its beginning.", show_default=False)
+    str, typer.Argument(metavar="RUN", help="Run id from `runs show`, or a unique prefix.", show_default=False)
 ]
 
 
@@ -26,10 +26,10 @@ RunId = Annotated[
 def show_runs(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", help="Show this run: its id, or its beginning.", show_default="all runs"),
+        typer.Argument(metavar="RUN", help="Run to show: its id, or a unique prefix.", show_default="all runs"),
     ] = "",
 ) -> None:
-    """List the runs that the coordinator remembers, the newest first; or show one: its learners, rounds, epsilon, who is away."""
+    """List the coordinator's runs, the newest first; or show one: learners, rounds, epsilon, disconnected learners."""
     from sottovoce_client.runs import coordinator_commands
     from sottovoce_client.terminal import print_json
 
@@ -43,12 +43,12 @@ def show_runs(
         asyncio.run(coordinator_commands.list_runs(coordinator, credentials=credentials))
 
 
-def _act(action: str, *words: str, **more: bool) -> None:
-    """Ask the coordinator for a function of `sottovoce_client.runs.coordinator_commands`."""
+def _call(function: str, *words: str, **more: bool) -> None:
+    """Call a function of `sottovoce_client.runs.coordinator_commands`."""
     from sottovoce_client.runs import coordinator_commands
 
     asyncio.run(
-        getattr(coordinator_commands, action)(
+        getattr(coordinator_commands, function)(
             get_common_options().coordinator_or_local, *words, credentials=get_common_options().credentials, **more
         )
     )
@@ -58,27 +58,27 @@ def _act(action: str, *words: str, **more: bool) -> None:
 def stop_run(
     run: RunId,
 ) -> None:
-    """End a run before its last round, for good: only a run that failed can be resumed. Other runs go on.
+    """Stop a run before its last round, permanently: only a failed run can be resumed. Other runs continue.
 
-    Refused where it is over: it says how.
+    Refused if the run has ended; the error says how.
     """
-    _act("stop_run", run)
+    _call("stop_run", run)
 
 
 @runs_app.command("resume", common_options=OPERATOR_OPTIONS)
 def resume_run(
     run: RunId,
 ) -> None:
-    """Take up a run that failed: its learners go on where their logs end.
+    """Resume a failed run: its learners continue from the ends of their logs.
 
-    As long as none of them was in another run since. Who is not there is waited for. A capture that was closed is not gone on
-    with, and that is said. Records that learners do not have yet must be brought again: `sottovoce run SPEC --resume RUN` takes
-    the run up and brings them.
+    Refused if one of them was in another run since. The run waits for disconnected learners. A closed capture is not continued,
+    and the output reports this. Records that learners lack must be sent again: `sottovoce run SPEC --resume RUN` resumes the
+    run and sends them.
     """
-    _act("resume_run", run)
+    _call("resume_run", run)
 
 
-LearnerArgument = Annotated[str, typer.Argument(metavar="LEARNER", help="Its name.", show_default=False)]
+LearnerArgument = Annotated[str, typer.Argument(metavar="LEARNER", help="Name of the learner.", show_default=False)]
 
 
 @runs_app.command("leave", common_options=OPERATOR_OPTIONS)
@@ -86,13 +86,13 @@ def leave_run(
     run: RunId,
     learner: LearnerArgument,
 ) -> None:
-    """Let a run under way go on without a learner.
+    """Let an active run continue without a learner.
 
-    One that is here says its last round, and the others hear it. One that is gone is lost to the run at once, and cannot take
-    part in it again. All learners rest for a moment, and go on from their logs. Refused where the graph without it is not
-    connected, or the algorithm's guarantee needs all learners.
+    A connected learner sends its last round, which the others receive. A disconnected learner is lost to the run at once, and
+    cannot take part in it again. All learners pause, and continue from their logs. Refused if the graph without the learner is
+    not connected, or the algorithm's guarantee needs all learners.
     """
-    _act("reconfigure_run", run, learner, joins=False)
+    _call("reconfigure_run", run, learner, joins=False)
 
 
 @runs_app.command("join", common_options=OPERATOR_OPTIONS)
@@ -100,8 +100,8 @@ def join_run(
     run: RunId,
     learner: LearnerArgument,
 ) -> None:
-    """Let a learner that is away by the run's spec, or has left, take part from now on."""
-    _act("reconfigure_run", run, learner, joins=True)
+    """Let a learner take part from now on that is offline by the run's spec, or has left."""
+    _call("reconfigure_run", run, learner, joins=True)
 
 
 @app.command(rich_help_panel="Services", common_options=OPERATOR_OPTIONS)
@@ -110,7 +110,7 @@ def status(
         Path | None,
         typer.Argument(
             metavar="FOLDER",
-            help="Of `sottovoce up` or `demo`, whose services are found there while it runs.",
+            help="Output folder of a running `sottovoce up` or `demo`, with the addresses of its services.",
             show_default=False,
         ),
     ] = None,
@@ -119,33 +119,31 @@ def status(
         typer.Option(
             "--run",
             metavar="RUN",
-            help="Look at this run: its id, or its beginning.",
-            show_default="the newest, if possible under way",
+            help="Run to show: its id, or a unique prefix.",
+            show_default="the newest active run, else the newest",
         ),
     ] = "",
     learner: Annotated[
         list[str] | None,
-        make_address_option(
-            "--learner-address", help="Address of a learner of yours; repeat for several.", show_default="none"
-        ),
+        make_address_option("--learner-address", help="Address of your learner; repeatable.", show_default="none"),
     ] = None,
     eavesdropper: Annotated[
         str | None,
         make_address_option(
             envvar="SOTTOVOCE_EAVESDROPPER",
-            help="Address of an eavesdropper of yours.",
+            help="Address of your eavesdropper.",
             show_default="the one in FOLDER",
         ),
     ] = None,
 ) -> None:
-    """One look at what goes on: the run, its rounds and pace, who is away, behind or has stopped, epsilon spent, faults.
+    """Show the current status: runs, rounds and rates, disconnected, slow or stopped learners, epsilon spent, faults.
 
-    A coordinator and an eavesdropper answer operators, a learner its owner. What depends on records is there only where the run
-    opted in. Exits with 1 if anything is wrong, an unreachable service included. `sottovoce console` goes on looking.
+    Operators may ask a coordinator and an eavesdropper, owners their learner. Values that depend on records are shown only if the
+    run opted in. Exits with 1 on any fault, an unreachable service included. `sottovoce console` shows the status continuously.
 
     Example: sottovoce status --coordinator 127.0.0.1:7400 --learner-address 127.0.0.1:7401
     """
-    from sottovoce_client.runs import status as looking
+    from sottovoce_client.runs import status as run_status
     from sottovoce_client.runs.monitoring import ServiceAddresses
     from sottovoce_client.terminal import print_json
     from sottovoce_client.web.service_clients import ConsoleOptions
@@ -154,16 +152,16 @@ def status(
     coordinator = get_common_options().coordinator
     if folder is None and not (coordinator or learner or eavesdropper):
         coordinator = DEFAULT_COORDINATOR
-    places = ServiceAddresses(coordinator or "", eavesdropper or "", get_common_options().identity)
+    addresses = ServiceAddresses(coordinator or "", eavesdropper or "", get_common_options().identity)
     if folder is not None:
-        places = ConsoleOptions(folder, places).resolve_addresses()
-    who = Credentials(places.identity, get_common_options().insecure)
-    found = asyncio.run(looking.collect_status(places, learner or (), run, who))
+        addresses = ConsoleOptions(folder, addresses).resolve_addresses()
+    credentials = Credentials(addresses.identity, get_common_options().insecure)
+    current = asyncio.run(run_status.collect_status(addresses, learner or (), run, credentials))
     if get_common_options().as_json:
-        print_json(looking.make_document(found))
+        print_json(run_status.make_document(current))
     else:
-        looking.show(found)
-    raise typer.Exit(1 if found.faults else 0)
+        run_status.show(current)
+    raise typer.Exit(1 if current.faults else 0)
 
 
 @app.command(rich_help_panel="Services", common_options=OPERATOR_OPTIONS)
@@ -172,9 +170,9 @@ def rebind(
 ) -> None:
     """Let a learner whose state folder is lost join with another one.
 
-    What it spent is then in no ledger that it has: its owner answers for a budget that leaves room for it.
+    The new ledger lacks its earlier spending: the owner must lower its budget accordingly.
     """
-    _act("rebind", learner)
+    _call("rebind", learner)
 
 
 @app.command(rich_help_panel="Services", common_options=OPERATOR_OPTIONS)
@@ -184,21 +182,21 @@ def doctor(
     ] = None,
     learner: Annotated[
         list[str] | None,
-        make_address_option("--learner-address", help="Address of a learner; repeat for several.", show_default="none"),
+        make_address_option("--learner-address", help="Address of a learner; repeatable.", show_default="none"),
     ] = None,
     metrics: Annotated[
         list[str] | None,
         make_address_option(
             "--metrics-address",
-            help="Where a service serves metrics (its --metrics); repeat for several.",
+            help="Address of a service's metrics (its --metrics); repeatable.",
             show_default="none",
         ),
     ] = None,
     state: Annotated[
-        list[Path] | None, typer.Option(help="A learner's state folder; repeat for several.", show_default="none")
+        list[Path] | None, typer.Option(help="State folder of a learner; repeatable.", show_default="none")
     ] = None,
 ) -> None:
-    """Say what of a deployment is not as it must be, seen from here, and what to do: identity, services, clocks, folders.
+    """Check a deployment from this machine, and report faults with their remedies: identity, services, clocks, folders.
 
     Exits with 1 if anything is wrong.
     """
@@ -216,7 +214,7 @@ def doctor(
         run_checks(CheckTargets(get_common_options().credentials, services, state or [], metrics or []))
     )
     code = print_findings(findings, terminal.create_console())
-    terminal.print_json_if_requested(lambda: {"well": not code, "findings": findings})
+    terminal.print_json_if_requested(lambda: {"ok": not code, "findings": findings})
     raise typer.Exit(code)
 
 
@@ -226,7 +224,7 @@ def console(
         Path | None,
         typer.Argument(
             metavar="FOLDER",
-            help="Results to open: of `sottovoce up` or `demo`, whose services are found there, or a folder of many.",
+            help="Results to open: output folder of `sottovoce up` or `demo`, with its services, or a parent folder.",
             show_default=False,
         ),
     ] = None,
@@ -239,25 +237,29 @@ def console(
     watch: Annotated[
         str | None,
         make_address_option(
-            metavar="HOST:PORT", help="Show what `sottovoce watch --metrics HOST:PORT` sees.", show_default="none"
+            metavar="HOST:PORT", help="Show the results of `sottovoce watch --metrics HOST:PORT`.", show_default="none"
         ),
     ] = None,
     listen: Annotated[
         str,
         make_address_option(
-            listen=True, envvar="SOTTOVOCE_LISTEN", help="host:port of this machine; port 0 picks one."
+            listen=True,
+            envvar="SOTTOVOCE_LISTEN",
+            help="Address of this machine, host:port; port 0 selects a free one.",
         ),
     ] = "127.0.0.1:7480",
     token_file: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Keep the token here, so that pages outlive the console.", show_default="a new one"
+            metavar="FILE",
+            help="Keep the token in this file, so that pages stay valid after a restart.",
+            show_default="a new one",
         ),
     ] = None,
 ) -> None:
-    """Show runs in the browser: the graph and its traffic, budgets, streams, the watch, reports. Changes nothing.
+    """Show runs in the browser: graph and traffic, budgets, streams, the watch, reports. Changes nothing.
 
-    Prints the address to open; nobody can look without the token in it. Needs the extra console.
+    Prints the address to open; access requires the token in it. Needs the optional dependency console.
     """
     from sottovoce_client.runs.monitoring import ServiceAddresses
     from sottovoce_client.web.app import serve_console
@@ -265,13 +267,13 @@ def console(
     from sottovoce_rpc.logs import configure_logs
 
     if folder is not None and not folder.is_dir():
-        raise SpecError(f"FOLDER must be a folder of results, and there is none at {folder}")
+        raise SpecError(f"FOLDER must be a folder of results, got {folder}, which is not a folder")
     coordinator = get_common_options().coordinator or ("" if folder else DEFAULT_COORDINATOR)
     configure_logs(get_common_options().log_level or "warning")
-    asked = ConsoleOptions(
+    options = ConsoleOptions(
         folder,
         ServiceAddresses(coordinator, eavesdropper or "", get_common_options().identity),
         watch or "",
         get_common_options().insecure,
     )
-    asyncio.run(serve_console(asked, listen, token_file))
+    asyncio.run(serve_console(options, listen, token_file))

@@ -1,4 +1,4 @@
-"""Identities: a certificate authority of one's own."""
+"""Commands for identities: a certificate authority of your own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sottovoce_client.cli.app import pki_app
 from sottovoce_core.errors import FailedPrecondition, SottovoceError, SpecError
 
 AuthorityFolder = Annotated[
-    Path, typer.Option("--authority", envvar="SOTTOVOCE_AUTHORITY", help="Folder of the authority; its key is in it.")
+    Path, typer.Option("--authority", envvar="SOTTOVOCE_AUTHORITY", help="Folder of the authority, with its key.")
 ]
-ValidityDays = Annotated[int, typer.Option(min=1, max=3_650, help="Valid for so many days.")]
+ValidityDays = Annotated[int, typer.Option(min=1, max=3_650, help="Validity in days.")]
 DEFAULT_AUTHORITY = Path("sottovoce-authority")
 
 
@@ -27,16 +27,16 @@ def init(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="An authority whose place this one takes: both, and all identities, get its certificate, and it can revoke "
-            "what that one has issued.",
+            help="Authority to replace: both, and all identities, receive the new certificate, and the new authority can revoke "
+            "certificates of the old one.",
             show_default="none",
         ),
     ] = None,
     identities: Annotated[
-        Path, typer.Option(help="With --replaces: folders of identities in this one are given the new certificate.")
+        Path, typer.Option(help="With --replaces: parent folder of the identities that receive the new certificate.")
     ] = Path("identities"),
 ) -> None:
-    """Make a certificate authority. Keep its folder where nobody else reads it: whoever has it can be anybody."""
+    """Create a certificate authority. Keep its folder private: its key can issue any identity."""
     from rich.text import Text
 
     from sottovoce_client import terminal
@@ -50,15 +50,15 @@ def init(
             Text(f"authority of {domain} in {authority}; next: sottovoce pki issue coordinator/main learner/NAME ...")
         )
         return
-    given, skipped = own.distribute_revocations(identities, replaced_authority=old)
+    updated, skipped = own.distribute_revocations(identities, replaced_authority=old)
     console.print(
         Text(
-            f"authority of {domain} in {authority}; {len(given)} identities in {identities} believe both now; next, when all "
+            f"authority of {domain} in {authority}; {len(updated)} identities in {identities} trust both now; next, when all "
             f"others do: sottovoce pki issue --authority {authority} {identities}/*"
         )
     )
-    _name_skipped(skipped)
-    facts = {"authority": authority, "domain": domain, "copied_to": given, "skipped": _as_facts(skipped)}
+    _print_skipped(skipped)
+    facts = {"authority": authority, "domain": domain, "copied_to": updated, "skipped": _skipped_documents(skipped)}
     terminal.print_json_if_requested(lambda: facts)
     if skipped:
         raise typer.Exit(1)
@@ -66,23 +66,25 @@ def init(
 
 @pki_app.command("issue")
 def issue(
-    whom: Annotated[
+    subjects: Annotated[
         list[str],
         typer.Argument(
             metavar="ROLE/NAME|FOLDER...",
             help="learner, coordinator, eavesdropper, feeder or operator, and a name: learner/north. Or folders of identities, "
-            "as this command wrote them, to renew.",
+            "written by this command, to renew.",
             show_default=False,
         ),
     ],
     authority: AuthorityFolder = DEFAULT_AUTHORITY,
-    out: Annotated[Path, typer.Option("--out", help="Each gets a folder ROLE-NAME in this one.")] = Path("identities"),
+    out: Annotated[Path, typer.Option("--out", help="Parent folder of the identity folders ROLE-NAME.")] = Path(
+        "identities"
+    ),
     days: ValidityDays = 90,
     host: Annotated[
         list[str] | None,
         typer.Option(
             "--hostname",
-            help="A name or address by which other clients than ours know it; repeatable.",
+            help="Name or address under which other gRPC clients reach it; repeatable.",
             show_default="none",
         ),
     ] = None,
@@ -92,15 +94,15 @@ def issue(
             "--csr",
             metavar="FILE",
             help="Certify the key of this certificate signing request, of `sottovoce pki request` or another tool; the key "
-            "stays with its owner. The name is the one given here, whatever the request asks for. For one name.",
+            "stays with its owner. The name is the one given here; names in the request are ignored. For one name.",
             show_default="a new key",
         ),
     ] = None,
 ) -> None:
-    """Issue identities: folders with a key, a certificate and whom to believe, for --identity. Renew those of folders.
+    """Issue identities for --identity: folders with a key, a certificate and trusted authorities. Renew those of folders.
 
-    A renewed identity has a new key and certificate, which services that run take up by themselves. Other authorities in ca.crt,
-    and their lists in crl.pem, stay.
+    A renewed identity has a new key and certificate, which running services load automatically. Other authorities in ca.crt, and
+    their lists in crl.pem, remain.
     """
     from rich.text import Text
 
@@ -109,30 +111,30 @@ def issue(
     from sottovoce_rpc.certificates import read_principal
 
     own, console = Authority(authority), terminal.create_console()
-    if csr is not None and len(whom) != 1:
-        raise SpecError(f"--csr must come with one name, got {len(whom)}: a request is for one key")
+    if csr is not None and len(subjects) != 1:
+        raise SpecError(f"--csr requires exactly one name, got {len(subjects)}: a request has one key")
 
     def issue_one(each: str) -> dict[str, object]:
         if (Path(each) / "tls.crt").exists():
             if csr is not None or host:
-                raise SpecError(f"{each} is renewed for the names that it has: --csr and --hostname go with ROLE/NAME")
+                raise SpecError(f"{each} is renewed with its existing names: --csr and --hostname require ROLE/NAME")
             renewed = own.renew(Path(each), days=days)
-            who, ends = str(read_principal(renewed)), renewed.not_valid_after_utc
-            console.print(Text(f"{who}: {each}, until {ends:%Y-%m-%d}"))
-            return {"identity": who, "folder": Path(each), "until": ends}
+            name, ends = str(read_principal(renewed)), renewed.not_valid_after_utc
+            console.print(Text(f"{name}: {each}, valid until {ends:%Y-%m-%d}"))
+            return {"identity": name, "folder": Path(each), "expires_at": ends}
         folder = out / each.replace("/", "-", 1)
         issued = own.issue(each, folder, days=days, hosts=host or [], request=csr)
-        console.print(Text(f"{each}: {folder}, until {issued.not_valid_after_utc:%Y-%m-%d}"))
-        facts: dict[str, object] = {"identity": each, "folder": folder, "until": issued.not_valid_after_utc}
+        console.print(Text(f"{each}: {folder}, valid until {issued.not_valid_after_utc:%Y-%m-%d}"))
+        facts: dict[str, object] = {"identity": each, "folder": folder, "expires_at": issued.not_valid_after_utc}
         if csr is not None and (principal := read_principal(issued)) is not None:
-            facts["list_requested_names"] = asked = list_requested_names(read_request(csr))
-            if others := [name for name in asked if name not in (each, principal.uri)]:
-                console.print(Text(f"the request asked for {', '.join(others)[:200]}; the certificate is for {each}"))
+            facts["requested_names"] = requested = list_requested_names(read_request(csr))
+            if others := [name for name in requested if name not in (each, principal.uri)]:
+                console.print(Text(f"the request names {', '.join(others)[:200]}; the certificate is for {each}"))
             console.print(Text("copy tls.crt, ca.crt and crl.pem to the folder that has the key"))
         return facts
 
     done, failed = list[dict[str, object]](), list[tuple[str, SottovoceError | OSError]]()
-    for each in whom:  # all that can be done, then what could not be
+    for each in subjects:  # issue as many as possible, then report the failures
         try:
             done.append(issue_one(each))
         except (SottovoceError, OSError) as error:
@@ -146,75 +148,77 @@ def issue(
 
 @pki_app.command("request")
 def request(
-    whom: Annotated[str, typer.Argument(metavar="ROLE/NAME", help="Whom the certificate is to name.")],
-    out: Annotated[Path, typer.Option("--out", help="The folder ROLE-NAME is made in this one.")] = Path("identities"),
+    subject: Annotated[str, typer.Argument(metavar="ROLE/NAME", help="Name of the certificate.")],
+    out: Annotated[Path, typer.Option("--out", help="Parent folder of the new folder ROLE-NAME.")] = Path("identities"),
 ) -> None:
-    """Make a key that stays here, and a request (tls.csr) that the authority certifies it by. A key that is there is kept."""
+    """Create a key that stays here, and a signing request (tls.csr) for the authority. An existing key is kept."""
     from rich.text import Text
 
     from sottovoce_client import terminal
-    from sottovoce_client.pki import create_request as make
+    from sottovoce_client.pki import create_request
 
-    written = make(whom, out / whom.replace("/", "-", 1))
-    terminal.print_json_if_requested(lambda: {"identity": whom, "request": written})
-    terminal.create_console().print(Text(f"{written}; the authority: sottovoce pki issue {whom} --csr FILE"))
+    written = create_request(subject, out / subject.replace("/", "-", 1))
+    terminal.print_json_if_requested(lambda: {"identity": subject, "request": written})
+    terminal.create_console().print(Text(f"{written}; at the authority: sottovoce pki issue {subject} --csr FILE"))
 
 
 @pki_app.command("revoke")
 def revoke(
-    whom: Annotated[list[str], typer.Argument(metavar="ROLE/NAME...", help="Whose certificates.", show_default=False)],
+    subjects: Annotated[
+        list[str], typer.Argument(metavar="ROLE/NAME...", help="Names of the certificates.", show_default=False)
+    ],
     authority: AuthorityFolder = DEFAULT_AUTHORITY,
-    identities: Annotated[Path, typer.Option(help="Folders of identities in this one are given the new list.")] = Path(
+    identities: Annotated[Path, typer.Option(help="Parent folder of the identities that receive the new list.")] = Path(
         "identities"
     ),
 ) -> None:
-    """Take back certificates. A service honours that as soon as the new crl.pem is in the folder of its own identity.
+    """Revoke certificates. A service applies this as soon as the new crl.pem is in the folder of its own identity.
 
-    Exit code 1: a folder of identities did not get the list, or another authority of this domain is believed, too.
+    Exit code 1: an identity folder did not receive the list, or another authority of this domain is trusted, too.
     """
     from rich.text import Text
 
     from sottovoce_client import terminal
     from sottovoce_client.pki import Authority
 
-    own, console, told = Authority(authority), terminal.create_console(), []
-    wrong = ""
-    for each in whom:
+    own, console, revocations = Authority(authority), terminal.create_console(), []
+    error_text = ""
+    for each in subjects:
         try:
             revoked = own.revoke(each)
         except SottovoceError as error:
-            wrong = wrong or str(error)
+            error_text = error_text or str(error)
             continue
         for issued in revoked:
             serial = f"{issued.serial_number:x}"
-            told.append({"identity": each, "serial": serial})
+            revocations.append({"identity": each, "serial": serial})
             console.print(Text(f"{each}: certificate {serial} is revoked"))
-    given, skipped = own.distribute_revocations(identities)
+    updated, skipped = own.distribute_revocations(identities)
     console.print(
-        Text(f"{authority / 'crl.pem'} was copied to {len(given)} identities in {identities}; copy it to all others")
+        Text(f"{authority / 'crl.pem'} was copied to {len(updated)} identities in {identities}; copy it to all others")
     )
-    _name_skipped(skipped)
+    _print_skipped(skipped)
     others = [
         f"{each.subject.rfc4514_string()}, serial number {each.serial_number:x}" for each in own.other_authorities
     ]
     for each in others:
         console.print(
             Text(
-                f"not revoked is what another authority of {own.domain} issued: revoke there, too ({each})",
+                f"certificates of another authority of {own.domain} are not revoked: revoke them there ({each})",
                 style="bold red",
             )
         )
     terminal.print_json_if_requested(
         lambda: {
-            "revoked": told,
+            "revoked": revocations,
             "list": authority / "crl.pem",
-            "copied_to": given,
-            "skipped": _as_facts(skipped),
+            "copied_to": updated,
+            "skipped": _skipped_documents(skipped),
             "other_authorities": others,
         }
     )
-    if wrong:
-        raise SpecError(wrong)
+    if error_text:
+        raise SpecError(error_text)
     if skipped or others:
         raise typer.Exit(1)
 
@@ -222,24 +226,24 @@ def revoke(
 @pki_app.command("show")
 def show(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Of an authority, or of an identity.")
+        Path, typer.Argument(metavar="FOLDER", help="Folder of an authority, or of an identity.")
     ] = DEFAULT_AUTHORITY,
 ) -> None:
-    """Who has certificates, and until when. Exits with 1 if one that is in use ends within two weeks."""
+    """Show certificates and their expiry dates. Exits with 1 if one that is in use expires within two weeks."""
     from sottovoce_client import terminal
     from sottovoce_client.pki import print_certificates
 
     raise typer.Exit(print_certificates(folder, terminal.create_console()))
 
 
-def _name_skipped(skipped: Mapping[Path, str]) -> None:
+def _print_skipped(skipped: Mapping[Path, str]) -> None:
     from rich.text import Text
 
     from sottovoce_client import terminal
 
-    for folder, why in skipped.items():
-        terminal.create_console().print(Text(f"not to {folder}: {why}", style="bold red"))
+    for folder, reason in skipped.items():
+        terminal.create_console().print(Text(f"not copied to {folder}: {reason}", style="bold red"))
 
 
-def _as_facts(skipped: Mapping[Path, str]) -> list[dict[str, object]]:
-    return [{"folder": folder, "reason": why} for folder, why in skipped.items()]
+def _skipped_documents(skipped: Mapping[Path, str]) -> list[dict[str, object]]:
+    return [{"folder": folder, "reason": reason} for folder, reason in skipped.items()]

@@ -1,4 +1,4 @@
-"""What runs promise and cost."""
+"""Commands for guarantees and privacy budgets."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ from sottovoce_core.errors import SpecError
 @app.command(rich_help_panel="Privacy", common_options=("as_json", "allow_imports"))
 def ledger(
     state: Annotated[
-        Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder where the learner keeps its ledger.")
+        Path, typer.Option(envvar="SOTTOVOCE_STATE", help="State folder of the learner, with its ledger.")
     ] = Path("sottovoce-state"),
     learner: Annotated[
-        str | None, typer.Option(help="Only this one; with --repair and --moved, whose ledger.", show_default="all")
+        str | None,
+        typer.Option(
+            help="Only this learner; with --repair and --adopt-copy: the learner whose ledger it is.",
+            show_default="all",
+        ),
     ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Check the whole folder: checksums, chains, and every charge by its spec.")
@@ -38,7 +42,7 @@ def ledger(
         bool,
         typer.Option(
             "--repair",
-            help="Charge the most that may have been spent where something is lost or damaged, for ever. The learner must be "
+            help="Charge the most that may have been spent if something is lost or damaged, permanently. The learner must be "
             "stopped.",
         ),
     ] = False,
@@ -47,33 +51,33 @@ def ledger(
         make_number_option(
             min_value=0.0,
             max_value=1e100,
-            help="With --repair: charge at least this much epsilon, in addition to what is still known.",
-            show_default="what is lost",
+            help="With --repair: charge at least this much epsilon, in addition to the known spending.",
+            show_default="the lost spending",
         ),
     ] = None,
-    moved: Annotated[
+    adopt_copy: Annotated[
         bool,
         typer.Option(
-            "--moved",
-            help="Declare that this copy of a state folder is whole, and the only one that is used from now on.",
+            "--adopt-copy",
+            help="Declare this copy of a state folder as complete, and as the only one in use from now on.",
         ),
     ] = False,
 ) -> None:
-    """Show what learners have spent in all their runs, on what, and by which guarantee. Reads the state folder alone.
+    """Show the spending of learners in all their runs, with algorithm and guarantee. Reads the state folder alone.
 
-    With --verify, --repair or --moved: check the ledger, repair it, or continue from a copy.
+    With --verify, --repair or --adopt-copy: check the ledger, repair it, or continue from a copy.
     """
     from sottovoce_client.privacy.ledger import adopt_ledger, repair_ledger, show_ledger, verify_ledger
 
-    if verify + repair + moved > 1:
-        raise SpecError("--verify, --repair and --moved are different work: give one of them")
+    if verify + repair + adopt_copy > 1:
+        raise SpecError("--verify, --repair and --adopt-copy exclude each other: give one of them")
     if charge is not None and not repair:
-        raise SpecError("--charge goes with --repair")
-    if not (repair or moved):
+        raise SpecError("--charge requires --repair")
+    if not (repair or adopt_copy):
         show = verify_ledger if verify else show_ledger
         show(state, learner, allow_imports=get_common_options().allow_imports)
     elif learner is None:
-        raise SpecError(f"{'--repair' if repair else '--moved'} needs --learner: whose ledger?")
+        raise SpecError(f"{'--repair' if repair else '--adopt-copy'} requires --learner, the owner of the ledger")
     elif repair:
         repair_ledger(state, learner, charge)
     else:
@@ -86,7 +90,7 @@ def policy(
         Path | None,
         typer.Argument(
             metavar="SPEC",
-            help="A run spec: check whether a learner with the policy would take part in it.",
+            help="A run spec: check whether a learner with this policy would take part.",
             show_default="none: print the policy",
             autocompletion=completion.complete_spec_files,
         ),
@@ -96,11 +100,11 @@ def policy(
         typer.Option(
             envvar="SOTTOVOCE_POLICY",
             help="The policy, a YAML file.",
-            show_default="the default policy, that of a learner without --policy",
+            show_default="the default policy of learners without --policy",
         ),
     ] = None,
     learner: Annotated[
-        str | None, typer.Option(help="With SPEC: which of its learners.", show_default="required with SPEC")
+        str | None, typer.Option(help="With SPEC: learner to check.", show_default="required with SPEC")
     ] = None,
     features: Annotated[
         int | None,
@@ -109,7 +113,7 @@ def policy(
         ),
     ] = None,
 ) -> None:
-    """Print a learner's policy as YAML, with what each clause means; or check a run against it. Nothing is run.
+    """Print a learner's policy as YAML, with comments; or check a run against it. Nothing is run.
 
     With SPEC, exits with 1 if the learner would not take part.
     """
@@ -118,26 +122,26 @@ def policy(
 
     if spec is None:
         if learner is not None or features is not None:
-            raise SpecError("--learner and --features are of a run: give its SPEC, too")
+            raise SpecError("--learner and --features require a SPEC")
         show_policy(policy)
         return
     if learner is None:
-        raise SpecError("a run is checked for one of its learners: name it with --learner")
+        raise SpecError("the check of a SPEC requires --learner, one of its learners")
     from sottovoce_client.privacy.budget import find_learner_index
     from sottovoce_core.runs.run import build_run
     from sottovoce_core.spec import load_spec
 
-    allowed, asked = Policy.load(policy), load_spec(spec)
-    index = find_learner_index(asked, learner)
+    own_policy, requested = Policy.load(policy), load_spec(spec)
+    index = find_learner_index(requested, learner)
     if features is None:
-        prepared = prepare_run(asked, live=True, needs_labels=False)
+        prepared = prepare_run(requested, live=True, needs_labels=False)
         run, features = prepared.run, prepared.data.n_features
     else:
-        run = build_run(asked, features)
-    raise typer.Exit(0 if check_policy(run, features, allowed, index) else 1)
+        run = build_run(requested, features)
+    raise typer.Exit(0 if check_policy(run, features, own_policy, index) else 1)
 
 
-_FIT, _TRADE = "Write a spec that keeps a budget", "Find the level at which accuracy lost and privacy gained balance"
+_FIT, _TRADE = "Write a spec calibrated to a budget", "Find the level that balances accuracy and privacy"
 
 
 @app.command(rich_help_panel="Privacy")
@@ -147,22 +151,25 @@ def budget(
     learner: Annotated[
         list[str] | None, typer.Option(help="Show this learner; repeat for several.", show_default="all")
     ] = None,
-    group: Annotated[
-        int | None, typer.Option("--group-size", min=1, max=MAX_COUNT, help="Also for so many records of one learner.")
+    group_size: Annotated[
+        int | None,
+        typer.Option("--group-size", min=1, max=MAX_COUNT, help="Also for this number of records of one learner."),
     ] = None,
-    uses: Annotated[bool, typer.Option("--uses", help="Also per record, in all of its uses.")] = False,
+    per_record: Annotated[
+        bool, typer.Option("--per-record", help="Also epsilon per record, in all of its uses.")
+    ] = False,
     rounds: Annotated[
         int | None,
         typer.Option(
-            "--rounds", min=1, max=2**27, help="Of live records: over so many rounds.", show_default="those of the spec"
+            "--rounds", min=1, max=2**27, help="For live records: number of rounds.", show_default="those of the spec"
         ),
     ] = None,
     records: Annotated[
         float | None,
         typer.Option(
             "--records",
-            help="Of live records: as if so many came a round, 0.1: one in ten rounds. Fewer cost more where means are learned "
-            "from.",
+            help="For live records: assumed records per round; 0.1: one in ten rounds. Fewer cost more with algorithms that "
+            "learn from means.",
             show_default="1",
         ),
     ] = None,
@@ -178,7 +185,7 @@ def budget(
         list[str] | None,
         typer.Option(
             metavar="E|NAME=E",
-            help="What every learner may spend, or this one; repeatable.",
+            help="Epsilon of every learner, or of one; repeatable.",
             show_default="none",
             rich_help_panel=_FIT,
         ),
@@ -186,20 +193,22 @@ def budget(
     horizon: Annotated[
         str | None,
         typer.Option(
-            metavar="ROUNDS|inf", help="Over so many rounds.", show_default="all of the run", rich_help_panel=_FIT
+            metavar="ROUNDS|inf", help="Number of rounds.", show_default="all rounds of the run", rich_help_panel=_FIT
         ),
     ] = None,
     per: Annotated[
         Literal["record_use", "record"] | None,
         typer.Option(
-            help="For an event, or a record in all of its uses.", show_default="record_use", rich_help_panel=_FIT
+            help="Unit of the target: one use of a record, or a record in all of its uses.",
+            show_default="record_use",
+            rich_help_panel=_FIT,
         ),
     ] = None,
     tradeoff: Annotated[
         str | None,
         typer.Option(
             metavar="E,E,E,...",
-            help="Levels to simulate at, at least three.",
+            help="Levels to simulate, at least three.",
             show_default="none",
             rich_help_panel=_TRADE,
         ),
@@ -207,14 +216,14 @@ def budget(
     metric: Annotated[
         str | None,
         typer.Option(
-            help="What accuracy lost means: error, or a metric of simulate.",
+            help="Measure of the accuracy loss: error, or a metric of simulate.",
             show_default="average_loss",
             rich_help_panel=_TRADE,
         ),
     ] = None,
     weights: Annotated[
         tuple[float, float, float, float] | None,
-        typer.Option(help="w1 to w4 of the worth of privacy.", show_default="0.02 6 9 1", rich_help_panel=_TRADE),
+        typer.Option(help="w1 to w4 of the utility of privacy.", show_default="0.02 6 9 1", rich_help_panel=_TRADE),
     ] = None,
     threshold: Annotated[
         float | None,
@@ -250,58 +259,66 @@ def budget(
         int | None, typer.Option(min=0, help="Seed of the noise.", show_default="0", rich_help_panel=_TRADE)
     ] = None,
 ) -> None:
-    """Show what a run promises: epsilon of every learner, and what it rests on. Nothing is run.
+    """Show the guarantees of a run: epsilon of every learner, and its assumptions. Nothing is run.
 
-    Writes budget.json and budget.html. With --target, write the spec with the noise that these epsilons ask for. With --tradeoff,
-    simulate at several levels and find the one at which accuracy lost and privacy gained balance best: writes tradeoff.json and
-    tradeoff.html.
+    Writes budget.json and budget.html. With --target, write the spec with noise that meets these epsilons. With --tradeoff,
+    simulate at several levels and find the one that best balances accuracy and privacy: writes tradeoff.json and tradeoff.html.
 
     Example: sottovoce budget wards.yaml --target 2 --target north=1 --out careful.yaml
     """
     from sottovoce_core.spec import load_spec
 
-    shown: dict[str, object] = {"--delta": delta, "--learner": learner, "--group-size": group, "--uses": uses or None}
-    live: dict[str, object] = {"--rounds": rounds, "--records": records}
-    fit: dict[str, object] = {"--horizon": horizon, "--per": per}
-    given: dict[str, Any] = {"metric": metric, "weights": weights, "threshold": threshold, "ceiling": ceiling}
-    trade = {name: value for name, value in {**given, "replicas": replicas, "seed": seed}.items() if value is not None}
-    as_options: dict[str, object] = {f"--{name}": value for name, value in trade.items()}
+    report_options: dict[str, object] = {
+        "--delta": delta,
+        "--learner": learner,
+        "--group-size": group_size,
+        "--per-record": per_record or None,
+    }
+    live_options: dict[str, object] = {"--rounds": rounds, "--records": records}
+    fit_options: dict[str, object] = {"--horizon": horizon, "--per": per}
+    tradeoff_values: dict[str, Any] = {"metric": metric, "weights": weights, "threshold": threshold, "ceiling": ceiling}
+    trade = {
+        name: value
+        for name, value in {**tradeoff_values, "replicas": replicas, "seed": seed}.items()
+        if value is not None
+    }
+    tradeoff_options: dict[str, object] = {f"--{name}": value for name, value in trade.items()}
     if target and tradeoff is not None:
         raise SpecError("--target writes a spec and --tradeoff simulates at several levels: give one of the two")
     if tradeoff is not None:
-        _require_absent("--tradeoff", shown | live | fit)
-        raise typer.Exit(_trade(spec, parse_privacy_levels(tradeoff, 3, "--tradeoff"), out, **trade))
+        _require_absent("--tradeoff", report_options | live_options | fit_options)
+        raise typer.Exit(_report_tradeoff(spec, parse_privacy_levels(tradeoff, 3, "--tradeoff"), out, **trade))
     if target:
         from sottovoce_client.privacy.calibrate import parse_horizon, parse_target, write_calibrated_spec
 
-        _require_absent("--target", shown | as_options)
-        asked, covered = load_spec(spec), parse_horizon(horizon)
-        wanted = parse_target(asked, target, covered, per or "record_use")
-        write_calibrated_spec(spec, prepare_for_accounting(asked, rounds, records, covered), wanted, out)
+        _require_absent("--target", report_options | tradeoff_options)
+        requested, horizon_rounds = load_spec(spec), parse_horizon(horizon)
+        wanted = parse_target(requested, target, horizon_rounds, per or "record_use")
+        write_calibrated_spec(spec, prepare_for_accounting(requested, rounds, records, horizon_rounds), wanted, out)
         return
-    _require_absent("", fit, "--target")
-    _require_absent("", as_options, "--tradeoff")
+    _require_absent("", fit_options, "--target")
+    _require_absent("", tradeoff_options, "--tradeoff")
     from sottovoce_client.privacy.budget import BudgetRequest
     from sottovoce_client.privacy.budget import report_budget as show
 
     prepared = prepare_for_accounting(load_spec(spec), rounds, records)
-    rate = (1.0 if records is None else records) if prepared.run.spec.data.live else None
+    rate = (1.0 if records is None else records) if prepared.run.spec.data.is_live else None
     folder = make_results_folder("budget", out, ["budget.json", "budget.html"])
-    raise typer.Exit(show(prepared, folder, learner or [], BudgetRequest(delta, group, uses, rate)))
+    raise typer.Exit(show(prepared, folder, learner or [], BudgetRequest(delta, group_size, per_record, rate)))
 
 
-def _require_absent(work: str, options: Mapping[str, object], needed: str = "") -> None:
-    """Refuse options that the work at hand would ignore.
+def _require_absent(option: str, options: Mapping[str, object], required: str = "") -> None:
+    """Reject options that would be ignored.
 
     Raises:
-        SpecError: One was given.
+        SpecError: An option was given.
     """
     if given := [name for name, value in options.items() if value not in (None, [])]:
-        why = f"goes with {needed}" if needed else f"does not go with {work}"
-        raise SpecError(f"{given[0]} {why}")
+        problem = f"requires {required}" if required else f"does not go with {option}"
+        raise SpecError(f"{given[0]} {problem}")
 
 
-def _trade(spec: Path, epsilons: tuple[float, ...], out: Path | None, **given: Any) -> int:
+def _report_tradeoff(spec: Path, epsilons: tuple[float, ...], out: Path | None, **given: Any) -> int:
     """Find the best privacy level; return the exit code."""
     from sottovoce_client.privacy.tradeoff import TradeoffRequest, report_tradeoff
     from sottovoce_core.budget.tradeoff import Utility

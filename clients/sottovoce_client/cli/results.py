@@ -1,4 +1,4 @@
-"""What runs leave: models and recorded traffic."""
+"""Commands for the results of runs: models and recorded traffic."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ from sottovoce_client.cli.app import MAX_COUNT, app, models_app, transcript_app
 from sottovoce_client.cli.common_options import NETWORK_OPTIONS, get_common_options
 from sottovoce_core.errors import SpecError
 
-LearnerName = Annotated[
-    str, typer.Option("--learner", help="Of the learner, which it must have.", show_default="whoever is there")
-]
+LearnerName = Annotated[str, typer.Option("--learner", help="Name that the learner must have.", show_default="any")]
 OwnSpec = Annotated[
     Path | None,
     typer.Option(
-        "--spec", help="The run's spec, whose records are here: where they are scaled, and to name classes and columns."
+        "--spec",
+        help="Run spec, needed if records are scaled; its records must be here. It also names classes and columns.",
     ),
 ]
 
 
 @app.command(rich_help_panel="Runs", common_options=("as_json", "allow_imports", *NETWORK_OPTIONS))
 def predict(
-    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Of your learner, HOST:PORT.", show_default=False)],
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="Address of your learner, HOST:PORT.", show_default=False)
+    ],
     file: Annotated[
         Path,
         typer.Argument(
             metavar="FILE",
-            help="Records: a .csv, .parquet or .npz file. Labels in it are not looked at.",
+            help="Records: a .csv, .parquet or .npz file. Its labels are ignored.",
             show_default=False,
         ),
     ],
     spec: OwnSpec = None,
     learner: LearnerName = "",
     out: Annotated[
-        Path | None, typer.Option("--out", help="A .csv or .parquet file to write.", show_default="standard output")
+        Path | None, typer.Option("--out", help="Output file, .csv or .parquet.", show_default="standard output")
     ] = None,
 ) -> None:
-    """What your learner's model says of the records of a file.
+    """Predict the labels of the records in a file with your learner's model.
 
-    Its run opted in to that (telemetry.predict). What it costs to hand these predictions to others is said, too.
+    The run must opt in (telemetry.predict). Also prints the privacy cost of publishing these predictions.
 
-    Example: sottovoce predict 127.0.0.1:7401 new.csv --spec wards.yaml --out said.csv
+    Example: sottovoce predict 127.0.0.1:7401 new.csv --spec wards.yaml --out predicted.csv
     """
     from sottovoce_client.atomic_files import require_new
     from sottovoce_client.formatting import pluralize
@@ -55,33 +56,33 @@ def predict(
     from sottovoce_core.data.dataset import require_source_file
     from sottovoce_core.spec import load_spec
 
-    require_source_file(file)  # before anybody is asked
+    require_source_file(file)  # before any call
     predicting.require_writable(out)
     require_new(out)
     own = None if spec is None else load_spec(spec)
-    at = LearnerEndpoint(address, learner, get_common_options().credentials)
-    found = asyncio.run(predicting.predict(at, file, own, imports=get_common_options().allow_imports))
+    endpoint = LearnerEndpoint(address, learner, get_common_options().credentials)
+    predictions = asyncio.run(predicting.predict(endpoint, file, own, imports=get_common_options().allow_imports))
     if out is not None:
-        found.write(out)
+        predictions.write(out)
     if get_common_options().as_json:
         print_json(
             {
-                "run": found.run_id,
-                "learner": found.learner,
-                "rounds_done": found.rounds_done,
-                "privacy": found.publication,
+                "run_id": predictions.run_id,
+                "learner": predictions.learner,
+                "rounds_done": predictions.rounds_done,
+                "privacy": predictions.publication,
                 "out": out,
                 "predictions": None
                 if out
-                else [dict(zip(found.table.columns, row, strict=True)) for row in found.table.rows()],
+                else [dict(zip(predictions.table.columns, row, strict=True)) for row in predictions.table.rows()],
             }
         )
         return
     if out is None:
-        found.write(None)
-    many, rounds = pluralize(len(found.table), "record"), pluralize(found.rounds_done, "round")
-    whose = f"{many}, by the model of {found.learner} after {rounds} of {found.run_id}{f': {out}' if out else ''}"
-    print(f"{whose}\nto hand them out: {found.publication.text}", file=sys.stderr)
+        predictions.write(None)
+    records, rounds = pluralize(len(predictions.table), "record"), pluralize(predictions.rounds_done, "round")
+    text = f"{records}, by the model of {predictions.learner} after {rounds} of {predictions.run_id}{f': {out}' if out else ''}"
+    print(f"{text}\nto publish them: {predictions.publication.text}", file=sys.stderr)
 
 
 @models_app.command("export", common_options=("as_json", "allow_imports", *NETWORK_OPTIONS))
@@ -90,25 +91,23 @@ def export(
         str,
         typer.Argument(
             metavar="ADDRESS|FOLDER",
-            help="Of your learner, HOST:PORT; or what `sottovoce simulate` wrote.",
+            help="Address of your learner, HOST:PORT; or the output folder of `sottovoce simulate`.",
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="A .npz or .onnx file to write.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", help="Output file, .npz or .onnx.", show_default=False)],
     spec: OwnSpec = None,
     learner: LearnerName = "",
-    replica: Annotated[int, typer.Option(min=0, max=MAX_COUNT, help="Of a simulation: which repetition.")] = 0,
+    replica: Annotated[int, typer.Option(min=0, max=MAX_COUNT, help="Of a simulation: index of the replica.")] = 0,
     unprotected: Annotated[
         bool,
-        typer.Option(
-            "--unprotected", help="Write it, too, where no epsilon covers it: whoever has it may learn of records."
-        ),
+        typer.Option("--unprotected", help="Write the model even if no epsilon covers it: it may reveal records."),
     ] = False,
 ) -> None:
-    """Write a learner's linear model to a file, with its columns, scaling, classes, and what handing it out costs.
+    """Write a learner's linear model to a file, with its columns, scaling, classes, and the privacy cost of publishing it.
 
-    A model that leaves its owner is a publication. Where it follows from messages that were charged, it costs nothing more. Where
-    no epsilon covers it, it is refused. The learner's run opted in to telemetry.predict. Files of .onnx need the extra onnx.
+    A model that leaves its owner is a publication. If it follows from messages that were charged, it costs nothing more. If no
+    epsilon covers it, it is refused. The run must opt in (telemetry.predict). Files of .onnx need the optional dependency onnx.
 
     Example: sottovoce models export 127.0.0.1:7401 --spec wards.yaml --out north.npz
     """
@@ -124,10 +123,10 @@ def export(
         model = exporting.load_simulated_model(Path(source), learner or None, replica)
     else:
         if ":" not in source:
-            raise SpecError(f"a model is a learner's, at HOST:PORT, or in a folder that exists, got {source!r}")
+            raise SpecError(f"the source must be a learner's HOST:PORT, or an existing folder, got {source!r}")
         own = None if spec is None else load_spec(spec)
-        at = LearnerEndpoint(source, learner, get_common_options().credentials)
-        model = asyncio.run(exporting.fetch_learner_model(at, own, imports=get_common_options().allow_imports))
+        endpoint = LearnerEndpoint(source, learner, get_common_options().credentials)
+        model = asyncio.run(exporting.fetch_learner_model(endpoint, own, imports=get_common_options().allow_imports))
     if not unprotected:
         model.require_protected()
     model.write(out)
@@ -154,11 +153,11 @@ CaptureArgument = Annotated[
 def show_transcript(
     folder: CaptureArgument,
     sender: Annotated[
-        str, typer.Option(metavar="LEARNER", help="Whose first messages to show: a name, or an index.")
+        str, typer.Option(metavar="LEARNER", help="Learner whose first messages are shown: a name, or an index.")
     ] = "0",
-    first: Annotated[int, typer.Option(min=0, max=MAX_COUNT, help="How many of them.")] = 3,
+    first: Annotated[int, typer.Option(min=0, max=MAX_COUNT, help="Number of messages shown.")] = 3,
 ) -> None:
-    """Who spoke when, how much, what is missing, what was said first, and what was noticed that must never happen."""
+    """Show senders, rounds, amounts, gaps, first messages, and detections of events that must never happen."""
     from sottovoce_client.transcripts.show import show
 
     show(folder, sender=sender, max_messages=first)
@@ -173,9 +172,9 @@ def query_transcript(
         Path | None, typer.Option("--out", metavar="FILE.parquet", help="Write all rows to this file.")
     ] = None,
 ) -> None:
-    """Ask in SQL. Tables: messages (the raw records) and said (run, world, replica, round, sender, field, value).
+    """Query messages in SQL. Tables: messages (raw records) and broadcasts (run, world, replica, round, sender, field, value).
 
-    A query sees these tables and nothing else: no file, no network.
+    A query can read these tables alone: no file, no network.
     """
     from sottovoce_client.transcripts.query import query
 
@@ -187,14 +186,12 @@ def verify_transcript(
     capture: Annotated[str, typer.Argument(metavar="CAPTURE", help="Folder or URL of a capture.", show_default=False)],
     ca: Annotated[
         Path,
-        typer.Option(
-            "--ca", metavar="FILE", help="Authorities that are believed: ca.crt of any identity.", show_default=False
-        ),
+        typer.Option("--ca", metavar="FILE", help="Trusted authorities: ca.crt of any identity.", show_default=False),
     ],
 ) -> None:
-    """What of a capture its learners have signed, and whether one has said two things.
+    """Verify the signatures of a capture's messages, and detect a learner that signed two versions.
 
-    Exit code 1: one has, or a signature is wrong. 3: signatures are missing, of some rounds or of all.
+    Exit code 1: two versions, or a wrong signature. 3: signatures are missing, of some rounds or of all.
     """
     from sottovoce_client.transcripts.verify import verify
 

@@ -1,4 +1,4 @@
-"""Runs: on this machine, on services that are up, on the simulator."""
+"""Commands that run a spec: on this machine, on running services, in the simulator."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from sottovoce_core.errors import SpecError
 if TYPE_CHECKING:
     from sottovoce_core.spec import RunSpec
 
-_RUN = ("summary.json", "report.html", "canaries.json", "commitment.json")
-"""What a run leaves in its folder beside its spec. One that failed left none of it, and is taken up again in the same folder."""
-_SIMULATED = {
+_RUN_FILES = ("summary.json", "report.html", "canaries.json", "commitment.json")
+"""Files that a run writes into its folder, without its spec. A failed run wrote none, and is resumed in the same folder."""
+_OUTPUT_FILES = {
     "metrics": ("results.parquet", "results.json"),
     "models": ("models.parquet",),
     "decisions": ("decisions.parquet",),
     "transcript": ("transcript.parquet",),
     "noise": ("noise.parquet",),
 }
-"""What `simulate` can write, and the files of each."""
+"""Outputs of `simulate`, and the files of each."""
 
 
 @app.command(rich_help_panel="Runs")
@@ -47,19 +47,21 @@ def demo(
     data: Annotated[
         str | None,
         typer.Option(
-            help="A name (sottovoce data list), or a .npz, .csv or .parquet file.",
+            help="Name of a data set (sottovoce data list), or a .npz, .csv or .parquet file.",
             show_default="vital_signs",
             autocompletion=completion.complete_dataset_names,
         ),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, max=MAX_COUNT, help="Rounds to run.", show_default="500")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, max=MAX_COUNT, help="Number of rounds.", show_default="500")
+    ] = None,
     out: OutputFolder = None,
     print_spec: Annotated[bool, typer.Option("--print-spec", help="Print the demo's run spec and exit.")] = False,
 ) -> None:
-    """The main job on this machine: five learners, a coordinator and an eavesdropper, each its own process.
+    """Run the demo on this machine: five learners, a coordinator and an eavesdropper, each its own process.
 
     Learners run private push-sum dual averaging (dpps) on a ring; every edge passes through the eavesdropper, and every record is
-    used once, one a round with --data. Ends with a summary and an HTML report.
+    used once, one per round with --data. Ends with a summary and an HTML report.
     """
     from sottovoce_client import terminal
     from sottovoce_core.spec import parse_spec
@@ -75,32 +77,30 @@ def demo(
         document["data"] |= {"source": data, "batch_size": 1}
     if rounds is not None:
         document["rounds"] = rounds
-    _up(parse_spec(document, source="demo", allow_imports=True), out)
+    _run_locally(parse_spec(document, source="demo", allow_imports=True), out)
 
 
 @app.command(rich_help_panel="Runs")
 def up(
     spec: SpecFile,
     out: OutputFolder = None,
-    per_process: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Learners in one process.")] = 1,
+    per_process: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Number of learners in one process.")] = 1,
     recorded_noise: Annotated[
-        Path | None, typer.Option(help="Use this noise instead of drawing it. Protects nobody: for tests.")
+        Path | None, typer.Option(help="Use this noise instead of drawing it, for tests. Gives no privacy.")
     ] = None,
     canaries: CanaryCount = 0,
-    tls: Annotated[
-        bool, typer.Option("--tls", help="Encrypt all channels, with identities made for this run.")
-    ] = False,
+    tls: Annotated[bool, typer.Option("--tls", help="Encrypt all channels, with new identities for this run.")] = False,
     keep_log: KeepLogFlag = False,
 ) -> None:
     """Start all services of a spec on this machine, run it, stop them."""
     from sottovoce_core.spec import load_spec
 
-    if recorded_noise is not None:  # before services are started, each of which reads it
+    if recorded_noise is not None:  # checked before the services, which all read it, are started
         from sottovoce_core.runs.transcript import read_noise
 
         read_noise(recorded_noise)
-    services = {"per_process": per_process, "noise": recorded_noise, "tls": tls, "keep_log": keep_log}
-    _up(load_spec(spec), out, canaries, **services)
+    services = {"learners_per_process": per_process, "recorded_noise": recorded_noise, "tls": tls, "keep_log": keep_log}
+    _run_locally(load_spec(spec), out, canaries, **services)
 
 
 @app.command(rich_help_panel="Runs", common_options=OPERATOR_OPTIONS)
@@ -112,7 +112,7 @@ def run(
         str,
         typer.Option(
             metavar="RUN",
-            help="Take up this run of the spec, which failed: its id, or its beginning.",
+            help="Resume this failed run of the spec: its id, or a unique prefix.",
             show_default=False,
         ),
     ] = "",
@@ -120,21 +120,21 @@ def run(
         str,
         typer.Option(
             metavar="RUN",
-            help="Take up this run of the spec, which the coordinator does not know: the --state that knew it is lost. All "
-            "its learners must be there.",
+            help="Recover this run of the spec, which the coordinator has lost with its --state. All its learners must be "
+            "connected.",
             show_default=False,
         ),
     ] = "",
 ) -> None:
-    """Run a spec on services that are already up, feeding the learners from here."""
+    """Run a spec on running services, and feed the learners."""
     from sottovoce_client.runs.run_client import run_on_services
     from sottovoce_client.runs.run_command import prepare_changed_run
     from sottovoce_core.spec import load_spec
 
     credentials = get_common_options().credentials
     if resume and recover:
-        raise SpecError("a run failed (--resume), or its coordinator lost it (--recover): give one of the two")
-    _conduct(
+        raise SpecError("--resume (a failed run) and --recover (a lost run) exclude each other: give one of them")
+    _run_and_exit(
         load_spec(spec),
         out,
         lambda prepared, _, watch, stop: run_on_services(
@@ -161,28 +161,29 @@ def simulate(
         typer.Option(
             min=1,
             max=MAX_COUNT,
-            help="Independent repetitions, side by side. Each has the noise of its index: the first of 4 is that of 1 alone. "
-            "Times learners, times numbers of a model, they are 2^27 at most.",
+            help="Independent repetitions, side by side. The noise of each depends on its index alone: the first of 4 "
+            "equals that of "
+            "1. Replicas x learners x dimensions of a model: 2^27 at most.",
         ),
     ] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
     recorded_noise: Annotated[
-        Path | None, typer.Option(help="Recorded noise to use instead (.parquet or .npz; zeros are allowed).")
+        Path | None, typer.Option(help="Use this recorded noise instead (.parquet or .npz; zeros are allowed).")
     ] = None,
     write: Annotated[
         str,
         typer.Option(
-            metavar="WHAT",
-            autocompletion=completion.make_list_completer((*_SIMULATED, "all")),
-            help="What to keep: metrics (losses, regrets, accuracy), models (the final ones), decisions (models of every round), "
-            "transcript (what was said), noise (what was drawn), or all; commas between. The last three grow with the rounds.",
+            metavar="OUTPUTS",
+            autocompletion=completion.make_list_completer((*_OUTPUT_FILES, "all")),
+            help="Outputs: metrics (losses, regrets, accuracy), models (final ones), decisions (models of every round), "
+            "transcript (messages), noise, or all; commas between. The last three grow with the rounds.",
         ),
     ] = "metrics,models",
     export: ExportFormats = "",
 ) -> None:
-    """Run a spec without a network, many replicas at once: what it comes to, its models, and what else --write names.
+    """Simulate a spec without a network, with many replicas at once: metrics, models, and the outputs of --write.
 
-    How much a large result will take is said before it begins; a file that is not complete yet is called NAME.partial.
+    Announces the size of a large output first; an unfinished file is called NAME.partial.
     """
     from sottovoce_client import terminal
     from sottovoce_client.reports.figure import parse_formats
@@ -197,51 +198,51 @@ def simulate(
     from sottovoce_core.runs.simulator import require_size
     from sottovoce_core.spec import dump_spec
 
-    experiment, asked = load(spec), parse_formats(export)
+    experiment, formats = load(spec), parse_formats(export)
     require_size(experiment.run, replicas)
-    kept = _kept(write, ["metrics"] if asked else [])
-    WarningPrinter()(experiment.prepared_run)  # before a folder is made: a spec that cannot be run leaves none
-    require_disk_space(out or Path(), estimate_sizes(experiment.run, replicas, kept))
-    names = [file for files in _SIMULATED.values() for file in files]
+    outputs = _parse_outputs(write, ["metrics"] if formats else [])
+    WarningPrinter()(experiment.prepared_run)  # before the folder is created: an invalid spec leaves none
+    require_disk_space(out or Path(), estimate_sizes(experiment.run, replicas, outputs))
+    names = [file for files in _OUTPUT_FILES.values() for file in files]
     folder = make_results_folder(experiment.name, out, names, dump_spec(experiment.run.spec, out))
-    done = simulate_to_folder(
-        folder, experiment, outputs=kept, replicas=replicas, seed=seed, recorded_noise=recorded_noise
+    result = simulate_to_folder(
+        folder, experiment, outputs=outputs, replicas=replicas, seed=seed, recorded_noise=recorded_noise
     )
-    left = [name for name in _SIMULATED if name not in kept]
-    more = f"; left out: {', '.join(left)} (--write)" if left else ""
-    files = [file for name in kept for file in _SIMULATED[name]]
+    omitted = [name for name in _OUTPUT_FILES if name not in outputs]
+    more = f"; omitted: {', '.join(omitted)} (--write)" if omitted else ""
+    files = [file for name in outputs for file in _OUTPUT_FILES[name]]
     print(f"{folder}: {', '.join(files)}{more}")
     code = 0
-    if asked:
-        code = terminal.attempt("a file of --export", lambda: export_files(folder, asked, done.results))
-    ran = experiment.run.spec
+    if formats:
+        code = terminal.attempt("a file of --export", lambda: export_files(folder, formats, result.results))
+    simulated = experiment.run.spec
     terminal.print_json_if_requested(
         lambda: {
             "folder": folder,
             "files": files,
-            "left_out": left,
-            "rounds": ran.rounds,
-            "learners": ran.names,
+            "left_out": omitted,
+            "rounds": simulated.rounds,
+            "learners": simulated.names,
             "replicas": replicas,
             "epsilon_record_use": experiment.epsilon() if recorded_noise is None else None,
-            "metrics": {} if done.curves is None else get_final_metrics(done.curves),
+            "metrics": {} if result.curves is None else get_final_metrics(result.curves),
         }
     )
     raise typer.Exit(code)
 
 
-def _kept(text: str, more: Sequence[str]) -> tuple[str, ...]:
-    """What `--write` asks for, and other options beside it.
+def _parse_outputs(text: str, more: Sequence[str]) -> tuple[str, ...]:
+    """Parse `--write`, and add the outputs that other options need.
 
     Raises:
-        SpecError: it is not of what there is.
+        SpecError: An output does not exist.
     """
-    found = {part.strip() for part in text.split(",")} - {""}
-    if (unknown := found - {*_SIMULATED, "all"}) or not found:
+    names = {part.strip() for part in text.split(",")} - {""}
+    if (unknown := names - {*_OUTPUT_FILES, "all"}) or not names:
         raise SpecError(
-            f"--write must be of {', '.join(_SIMULATED)} or all, got {', '.join(sorted(unknown)) or text!r}"
+            f"--write must be of {', '.join(_OUTPUT_FILES)} or all, got {', '.join(sorted(unknown)) or text!r}"
         )
-    return tuple(name for name in _SIMULATED if name in found or name in more or "all" in found)
+    return tuple(name for name in _OUTPUT_FILES if name in names or name in more or "all" in names)
 
 
 @app.command(rich_help_panel="Runs")
@@ -255,7 +256,9 @@ def compare(
             autocompletion=completion.complete_spec_files,
         ),
     ] = None,
-    field: Annotated[bool, typer.Option("--field", help="Every built-in algorithm on one problem.")] = False,
+    all_algorithms: Annotated[
+        bool, typer.Option("--all-algorithms", help="Compare every built-in algorithm on one problem.")
+    ] = False,
     out: Annotated[Path | None, make_results_option("compare")] = None,
     replicas: Annotated[
         int, typer.Option(min=1, max=MAX_COUNT, help="Independent repetitions of each, side by side.")
@@ -263,40 +266,41 @@ def compare(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
     export: ExportFormats = "",
 ) -> None:
-    """Run several specs in the simulator and show what they came to in one table.
+    """Run several specs in the simulator and show the results in one table.
 
-    Writes results.parquet, results.json, compare.md and compare.html. Exits with 1 if a spec could not be run.
+    Writes results.parquet, results.json, compare.md and compare.html. Exits with 1 if a spec cannot be run.
     """
     from sottovoce_client.reports.figure import parse_formats
-    from sottovoce_client.runs.compare import compare_to_folder as run_all
-    from sottovoce_client.runs.compare import list_builtin_sources, list_file_sources
+    from sottovoce_client.runs.compare import compare_to_folder, list_builtin_sources, list_file_sources
     from sottovoce_core.results import RESULT_FILE_NAMES
 
-    asked = parse_formats(export)
-    sources = [*(list_builtin_sources() if field else []), *list_file_sources(specs or [])]
+    formats = parse_formats(export)
+    sources = [*(list_builtin_sources() if all_algorithms else []), *list_file_sources(specs or [])]
     if not sources:
-        raise SpecError("compare needs specs, or --field for every built-in algorithm")
+        raise SpecError("compare requires specs, or --all-algorithms")
     folder = make_results_folder("compare", out, [*RESULT_FILE_NAMES, "compare.md", "compare.html"])
-    raise typer.Exit(run_all(sources, WarningPrinter(), folder, replicas=replicas, seed=seed, export_formats=asked))
+    raise typer.Exit(
+        compare_to_folder(sources, WarningPrinter(), folder, replicas=replicas, seed=seed, export_formats=formats)
+    )
 
 
-def _up(spec: RunSpec, out: Path | None, canaries: int = 0, **services: Any) -> None:
-    """On services as `LocalServices` has them."""
+def _run_locally(spec: RunSpec, out: Path | None, canaries: int = 0, **services: Any) -> None:
+    """Run a spec on local services, with arguments of `LocalServices`."""
     from sottovoce_client.runs.run_command import run_with_local_services
 
     def start(prepared: Any, folder: Path, watch: Any, stop: Any) -> Coroutine[Any, Any, Any]:
         return run_with_local_services(prepared.run.spec, prepared.data, folder, watch, stop, **services)
 
-    _conduct(spec, out, start, canaries, served=True)
+    _run_and_exit(spec, out, start, canaries, owns_services=True)
 
 
-def _conduct(
+def _run_and_exit(
     spec: RunSpec,
     out: Path | None,
     start: Callable[..., Coroutine[Any, Any, Any]],
     canaries: int = 0,
     *,
-    served: bool = False,
+    owns_services: bool = False,
 ) -> None:
     """Prepare, run while the console shows it, then summarise; a spec that cannot be run leaves no folder."""
     from sottovoce_client.runs.run_command import run_and_report
@@ -304,16 +308,18 @@ def _conduct(
     from sottovoce_core.spec import dump_spec
 
     prepared = WarningPrinter()(prepare_run(spec, live=True))
-    for finding in prepared.run.warnings:  # the others are for whoever reads the results
+    for finding in prepared.run.warnings:  # the others are shown with the results
         if finding.code == PAUSES:
             typer.echo(f"warning: {finding.text} [{finding.code}]", err=True)
     folder = make_results_folder(
-        spec.name, out, [*_RUN, *(SERVICE_FILES if served else ())], dump_spec(prepared.run.spec, out)
+        spec.name, out, [*_RUN_FILES, *(SERVICE_FILES if owns_services else ())], dump_spec(prepared.run.spec, out)
     )
     if canaries:
         from sottovoce_client.watching.canary_files import commit_canaries
 
         prepared = commit_canaries(prepared, canaries, folder)
     raise typer.Exit(
-        run_and_report(prepared, folder, lambda ready, *watching: start(ready, folder, *watching), owns_services=served)
+        run_and_report(
+            prepared, folder, lambda ready, *arguments: start(ready, folder, *arguments), owns_services=owns_services
+        )
     )

@@ -1,4 +1,4 @@
-"""Services in the foreground."""
+"""Commands that run a service in the foreground."""
 
 from __future__ import annotations
 
@@ -35,15 +35,13 @@ def coordinator(
     listen: ListenAddress = "127.0.0.1:7400",
     eavesdropper: Annotated[
         str | None,
-        make_address_option(
-            envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper, for runs that are captured."
-        ),
+        make_address_option(envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper, for captured runs."),
     ] = None,
     state: Annotated[
         Path | None,
         typer.Option(
             envvar="SOTTOVOCE_COORDINATOR_STATE",
-            help="Folder for runs and learners: a run goes on when the coordinator is started on it again.",
+            help="Folder for runs and learners: runs continue when the coordinator is restarted with it.",
             show_default="none: a run ends with its coordinator",
         ),
     ] = None,
@@ -53,11 +51,11 @@ def coordinator(
     from sottovoce_coordinator.service import CoordinatorConfig, serve
     from sottovoce_rpc.metrics import MetricsEndpoint
 
-    deployed = CoordinatorConfig(
+    service_config = CoordinatorConfig(
         listen, eavesdropper, get_common_options().allow_imports, state, get_common_options().credentials
     )
-    at = None if metrics is None else MetricsEndpoint(metrics, deployed.credentials)
-    _serve(lambda: serve(deployed, stop_with_stdin=get_common_options().stop_with_stdin, metrics=at))
+    endpoint = None if metrics is None else MetricsEndpoint(metrics, service_config.credentials)
+    _serve(lambda: serve(service_config, stop_with_stdin=get_common_options().stop_with_stdin, metrics=endpoint))
 
 
 @app.command(rich_help_panel="Services", common_options=("coordinator", *SERVICE_OPTIONS))
@@ -66,7 +64,7 @@ def learner(
         list[str] | None,
         typer.Option(
             envvar="SOTTOVOCE_NAME",
-            help="Its name; repeat for several learners in one process, of which all else is the same.",
+            help="Name; repeat for several learners in one process with the same options.",
             show_default=False,
         ),
     ] = None,
@@ -75,22 +73,26 @@ def learner(
         typer.Option(
             metavar="FILE",
             envvar="SOTTOVOCE_HOST",
-            help="In place of --name: YAML file with learners of one process, each with settings of its own, by the names of "
-            "these options. What it leaves open, the options say.",
+            help="Instead of --name: YAML file of several learners in one process, each with its own settings, named like these "
+            "options. The options give the defaults.",
             show_default="none",
         ),
     ] = None,
     listen: ListenAddress = "127.0.0.1:0",
     advertise: Annotated[
-        str | None, make_address_option(envvar="SOTTOVOCE_ADVERTISE", help="Address for others, where it differs.")
+        str | None,
+        make_address_option(envvar="SOTTOVOCE_ADVERTISE", help="Address for other processes, if it differs."),
     ] = None,
     state: Annotated[
-        Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder for the journal. It must survive restarts.")
+        Path,
+        typer.Option(
+            envvar="SOTTOVOCE_STATE", help="State folder, with the write-ahead log. It must survive restarts."
+        ),
     ] = Path("sottovoce-state"),
     budget: Annotated[
         float | None,
         typer.Option(
-            envvar="SOTTOVOCE_BUDGET", help="Epsilon that it may spend in all runs together, by the ledger in --state."
+            envvar="SOTTOVOCE_BUDGET", help="Maximum epsilon over all runs together, by the ledger in --state."
         ),
     ] = None,
     join_timeout: Annotated[
@@ -106,23 +108,23 @@ def learner(
         Path | None,
         typer.Option(
             envvar="SOTTOVOCE_POLICY",
-            help="YAML file that says in which runs it takes part, and what they may cost (`sottovoce policy`).",
-            show_default="that of `sottovoce policy`",
+            help="YAML file: the runs it takes part in, and their maximum cost (`sottovoce policy`).",
+            show_default="the one of `sottovoce policy`",
         ),
     ] = None,
     recorded_noise: Annotated[
         Path | None,
-        typer.Option(help="Use this noise instead of drawing it. Protects nobody: loopback only, for tests."),
+        typer.Option(help="Use this noise instead of drawing it, for tests. Gives no privacy; loopback only."),
     ] = None,
     noise: Annotated[
         Literal["bitwise", "opendp"],
-        typer.Option(envvar="SOTTOVOCE_NOISE", help="What draws the noise. OpenDP is slower, and an extra."),
+        typer.Option(envvar="SOTTOVOCE_NOISE", help="Noise sampler. OpenDP is slower, and an optional dependency."),
     ] = "bitwise",
     noise_seed: Annotated[
         str | None,
         typer.Option(
             envvar="SOTTOVOCE_NOISE_SEED",
-            help="Draw the same noise in every run of that name. Protects nobody: loopback only, for tests.",
+            help="Draw the same noise in every run of that name, for tests. Gives no privacy; loopback only.",
         ),
     ] = None,
     owner: Annotated[
@@ -130,7 +132,7 @@ def learner(
         typer.Option(
             metavar="ROLE/NAME",
             envvar="SOTTOVOCE_OWNER",
-            help="Who may see its ledger, ask it for predictions, and bring records; repeat for several.",
+            help="Identity that may read its ledger, request predictions, and send records; repeatable.",
             show_default="learner/NAME",
         ),
     ] = None,
@@ -139,7 +141,7 @@ def learner(
         typer.Option(
             metavar="ROLE/NAME",
             envvar="SOTTOVOCE_FEEDER",
-            help="Who may bring records, besides its owners; repeat for several.",
+            help="Identity that may send records, besides its owners; repeatable.",
             show_default="feeder/NAME",
         ),
     ] = None,
@@ -150,7 +152,7 @@ def learner(
         typer.Option(
             "--metrics-process",
             envvar="SOTTOVOCE_METRICS_PROCESS",
-            help="Also what the process has used of processor and memory. That may depend on records.",
+            help="Also CPU and memory usage of the process. These may depend on records.",
         ),
     ] = False,
     trace: Annotated[
@@ -159,14 +161,14 @@ def learner(
             "--trace",
             envvar="SOTTOVOCE_TRACE",
             help="Send the times of rounds to an OpenTelemetry collector (OTEL_EXPORTER_OTLP_ENDPOINT). They may depend on "
-            "records. An extra.",
+            "records. Needs an optional dependency.",
         ),
     ] = False,
     trace_every: Annotated[
-        int, typer.Option(min=1, max=MAX_COUNT, envvar="SOTTOVOCE_TRACE_EVERY", help="Of every so many rounds one.")
+        int, typer.Option(min=1, max=MAX_COUNT, envvar="SOTTOVOCE_TRACE_EVERY", help="Interval of traced rounds.")
     ] = 1,
 ) -> None:
-    """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and talks to its neighbours."""
+    """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and exchanges noisy messages."""
     from sottovoce_learner.host import serve
     from sottovoce_learner.host_file import build_configs, load_host_file
     from sottovoce_rpc.metrics import MetricsEndpoint
@@ -190,12 +192,14 @@ def learner(
         "keep_log": keep_log,
     }
     if bool(name) == (host is not None):
-        raise SpecError("a learner has a name (--name), or several stand in a file (--host): give one of the two")
+        raise SpecError("a learner requires --name, or several learners a --host file: give exactly one of the two")
     configs = build_configs(name or (), options) if host is None else load_host_file(host, options)
-    at = None if metrics is None else MetricsEndpoint(metrics, configs[0].credentials, metrics_process)
-    every = trace_every if trace else None
+    endpoint = None if metrics is None else MetricsEndpoint(metrics, configs[0].credentials, metrics_process)
+    interval = trace_every if trace else None
     _serve(
-        lambda: serve(configs, with_stdin=get_common_options().stop_with_stdin, metrics=at, trace_interval_rounds=every)
+        lambda: serve(
+            configs, with_stdin=get_common_options().stop_with_stdin, metrics=endpoint, trace_interval_rounds=interval
+        )
     )
 
 
@@ -209,62 +213,68 @@ def eavesdropper(
     ] = "sottovoce-captures",
     advertise_host: Annotated[
         str | None,
-        typer.Option(envvar="SOTTOVOCE_ADVERTISE_HOST", help="Name of this host for learners, where it differs."),
+        typer.Option(envvar="SOTTOVOCE_ADVERTISE_HOST", help="Name of this host for learners, if it differs."),
     ] = None,
     metrics: MetricsAddress = None,
 ) -> None:
     """Start an [bold]eavesdropper[/] in the foreground: it relays the channels between learners and records every byte.
 
-    Its commands are for gRPC services that are not ours.
+    Its subcommands are for other gRPC services.
     """
     if context.invoked_subcommand is not None:
         return
     from sottovoce_eavesdropper.service import EavesdropperConfig, serve
     from sottovoce_rpc.metrics import MetricsEndpoint
 
-    deployed = EavesdropperConfig(
+    service_config = EavesdropperConfig(
         listen, folder, advertise_host, get_common_options().allow_imports, get_common_options().credentials
     )
-    at = None if metrics is None else MetricsEndpoint(metrics, deployed.credentials)
-    _serve(lambda: serve(deployed, stop_with_stdin=get_common_options().stop_with_stdin, metrics=at))
+    endpoint = None if metrics is None else MetricsEndpoint(metrics, service_config.credentials)
+    _serve(lambda: serve(service_config, stop_with_stdin=get_common_options().stop_with_stdin, metrics=endpoint))
 
 
 @eavesdropper_app.command("relay", common_options=("log_level", "log_format", "config", "stop_with_stdin"))
 def run_relay(
-    to: Annotated[str, make_address_option(help="host:port of the server.", show_default=False)],
+    to: Annotated[str, make_address_option(help="Address of the server, host:port.", show_default=False)],
     listen: ListenAddress = "127.0.0.1:7600",
     folder: Annotated[
         str,
         typer.Option(
             envvar="SOTTOVOCE_CAPTURES",
-            help="Folder, or URL, below which the capture gets its own; relays may share it.",
+            help="Parent folder or URL of the capture's folder; several relays may share it.",
         ),
     ] = "sottovoce-captures",
     world: Annotated[
-        int | None, typer.Option(min=0, max=1, help="What the server holds: 0 or 1. For an audit.", show_default=False)
+        int | None,
+        typer.Option(min=0, max=1, help="World of the server's data, 0 or 1, for an audit.", show_default=False),
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM file: clients speak TLS.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM file of a certificate: clients use TLS.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key.")] = None,
-    to_tls: Annotated[bool, typer.Option("--to-tls", help="The server speaks TLS.")] = False,
+    to_tls: Annotated[bool, typer.Option("--to-tls", help="The server uses TLS.")] = False,
     to_ca: Annotated[
-        Path | None, typer.Option(help="PEM file: who vouches for the server.", show_default="the system's authorities")
+        Path | None,
+        typer.Option(
+            help="PEM file of the authorities for the server's certificate.", show_default="the system's authorities"
+        ),
     ] = None,
 ) -> None:
-    """Record what passes between any gRPC server and its clients, until Ctrl-C. Point the clients at --listen."""
+    """Record the traffic between any gRPC server and its clients, until Ctrl-C. Point the clients at --listen."""
     from sottovoce_eavesdropper.grpc_proxy import StandaloneProxyConfig, serve
 
-    relayed = StandaloneProxyConfig(to, listen, folder, world, tls_cert, tls_key, to_tls, to_ca)
-    _serve(lambda: serve(relayed, stop_with_stdin=get_common_options().stop_with_stdin))
+    proxy_config = StandaloneProxyConfig(to, listen, folder, world, tls_cert, tls_key, to_tls, to_ca)
+    _serve(lambda: serve(proxy_config, stop_with_stdin=get_common_options().stop_with_stdin))
 
 
 @eavesdropper_app.command("audit")
 def audit_foreign_service(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="With captures of both worlds.", show_default=False)],
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="Folder with captures of both worlds.", show_default=False)
+    ],
     decoder: Annotated[
-        str | None, typer.Option(help="module:function that reads a message.", show_default="only bytes")
+        str | None, typer.Option(help="module:function that decodes a message.", show_default="only bytes")
     ] = None,
-    run_is: Annotated[
-        str, typer.Option(metavar="WHAT", help="What one run is: connection, stream, or metadata:KEY.")
+    run_boundary: Annotated[
+        str, typer.Option(metavar="BOUNDARY", help="Boundary of a run: connection, stream, or metadata:KEY.")
     ] = "connection",
     claim: Annotated[
         float | None,
@@ -273,22 +283,24 @@ def audit_foreign_service(
         ),
     ] = None,
     delta: Annotated[
-        float, make_number_option(min_value=0.0, max_value=0.5, help="Delta at which epsilon is claimed, and bounded.")
+        float, make_number_option(min_value=0.0, max_value=0.5, help="Delta of the claimed and of the bounded epsilon.")
     ] = 0.0,
     noise: Annotated[
         Path | None,
         typer.Option(
-            "--noise-law", help="YAML file: law, scale and centre of the noise in decoded fields.", show_default="none"
+            "--noise-distribution",
+            help="YAML file: distribution, scale and centre of the noise in decoded fields.",
+            show_default="none",
         ),
     ] = None,
     confidence: Annotated[
         float,
-        make_number_option(min_value=0.5, max_value=0.999999, help="With which a claim that holds is not refuted."),
+        make_number_option(min_value=0.5, max_value=0.999999, help="Probability that a true claim is not refuted."),
     ] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the classifiers.")] = 0,
     out: Annotated[Path | None, make_results_option("audit")] = None,
 ) -> None:
-    """Tell from captures alone what a service leaks about the world it is in, and hold it against a claim.
+    """Measure from captures alone how much a service reveals about its world, and test a claim.
 
     Writes audit.json and audit.html. Exits with 1 if the claim is refuted.
     """
@@ -296,12 +308,12 @@ def audit_foreign_service(
     from sottovoce_client.auditing.foreign_audit import audit_foreign_captures
     from sottovoce_client.auditing.foreign_runs import ForeignRequest
 
-    folder_of_results = make_results_folder("audit", out, ["audit.json", "audit.html"])
-    asked = ForeignRequest(
-        folder, decoder, run_is, math.inf if claim is None else claim, delta, noise, confidence, seed
+    results_folder = make_results_folder("audit", out, ["audit.json", "audit.html"])
+    request = ForeignRequest(
+        folder, decoder, run_boundary, math.inf if claim is None else claim, delta, noise, confidence, seed
     )
-    code = audit_foreign_captures(asked, folder_of_results)
-    terminal.print_json_file_if_requested(folder_of_results / "audit.json")
+    code = audit_foreign_captures(request, results_folder)
+    terminal.print_json_file_if_requested(results_folder / "audit.json")
     raise typer.Exit(code)
 
 
@@ -312,11 +324,11 @@ def _serve(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
     configure_logs(get_common_options().log_level or "info", get_common_options().log_format)
     for name in reject_misspelled_variables(os.environ):
-        structlog.get_logger().warning("no setting", variable=name)
+        structlog.get_logger().warning("unknown variable", variable=name)
     set_private_umask()
     try:
-        with asyncio.Runner(loop_factory=_event_loop()) as runner:
-            runner.run(_until_told(work()))
+        with asyncio.Runner(loop_factory=_choose_loop_factory()) as runner:
+            runner.run(_run_until_stopped(work()))
     except SottovoceError:
         raise
     except Exception as error:  # noqa: BLE001 - a traceback ends with the error's text, and that may quote a record
@@ -324,29 +336,29 @@ def _serve(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         raise typer.Exit(1) from None
 
 
-async def _until_told(work: Coroutine[Any, Any, None]) -> None:
-    """Run a service. Told to stop before it serves, it ends well; from then on it listens to signals itself."""
+async def _run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
+    """Run a service. A signal before it serves stops it without an error; after that, it handles signals itself."""
     import structlog
 
-    loop, own, told = asyncio.get_running_loop(), asyncio.current_task(), list[signal.Signals]()
-    assert own is not None  # noqa: S101 - asynchronous code runs in one
+    loop, task, signals = asyncio.get_running_loop(), asyncio.current_task(), list[signal.Signals]()
+    assert task is not None  # noqa: S101 - asynchronous code runs in a task
 
     def stop(number: signal.Signals) -> None:
-        told.append(number)
-        own.cancel()
+        signals.append(number)
+        task.cancel()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     try:
         await work
     except asyncio.CancelledError:
-        if not told:
+        if not signals:
             raise
-        structlog.get_logger().info("stopped", reason=told[0].name, drained=True)
+        structlog.get_logger().info("stopped", reason=signals[0].name, drained=True)
 
 
-def _event_loop() -> Callable[[], asyncio.AbstractEventLoop]:
-    """The loop of uvloop where that is installed (extra `fast`), else Python's own."""
+def _choose_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """Return the loop factory of uvloop if it is installed (optional dependency `fast`), else asyncio's."""
     try:
         from uvloop import new_event_loop
     except ImportError:

@@ -1,4 +1,4 @@
-"""Records of one's own, data sets, and run specs: described, drafted, checked and printed."""
+"""Commands for records, data sets and run specs."""
 
 from __future__ import annotations
 
@@ -26,54 +26,60 @@ def init(
         typer.Option(help="Label column.", show_default="label, else y, else the one of text, else the last"),
     ] = None,
     task: Annotated[
-        Literal["classify", "regress"] | None, typer.Option(help="What is learned.", show_default="by the labels")
+        Literal["classify", "regress"] | None, typer.Option(help="Kind of task.", show_default="by the labels")
     ] = None,
     positive: Annotated[
         list[str] | None,
-        typer.Option(help="A label that counts as 1; repeat for several.", show_default="the last one of two"),
+        typer.Option(help="Label of the positive class (1); repeatable.", show_default="the last one of two"),
     ] = None,
     label_bound: Annotated[
-        float | None, typer.Option(help="Of labels that are numbers: clipped to plus and minus this, a public bound.")
+        float | None, typer.Option(help="Bound of numeric labels, public: they are clipped to plus and minus this.")
     ] = None,
     schema: Annotated[
         Path | None,
-        typer.Option(help="A schema of the fields (see --schema-only), where some are text or missing."),
+        typer.Option(help="Schema of the fields (see --schema-only), required for text or missing values."),
     ] = None,
     learners: Annotated[
         str | None,
-        typer.Option(help="How many, or their names: north,east.", show_default="the file's column learner, else 5"),
+        typer.Option(
+            help="Number of learners, or their names: north,east.", show_default="the file's column learner, else 5"
+        ),
     ] = None,
     partition: Annotated[
         Literal["iid", "by_label"] | None,
-        typer.Option(help="How records are dealt to learners.", show_default="iid"),
+        typer.Option(help="Partition of the records.", show_default="iid"),
     ] = None,
     scale: Annotated[
         Literal["standard", "range", "none"] | None,
         typer.Option(
-            help="By constants of held-out records, which nothing protects.",
-            show_default="standard; none where no record is held out",
+            help="Scaling by constants of held-out records, which are not protected.",
+            show_default="standard; none if no record is held out",
         ),
     ] = None,
-    epsilon: Annotated[float | None, typer.Option(help="What a record may cost at most.", show_default="2")] = None,
-    rounds: Annotated[int | None, typer.Option(min=2, max=MAX_COUNT, help="At most so many.", show_default="6")] = None,
-    name: Annotated[str | None, typer.Option(help="Of the run.", show_default="that of the file")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Maximum epsilon of a record.", show_default="2")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=2, max=MAX_COUNT, help="Maximum number of rounds.", show_default="6")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="name of the file")] = None,
     schema_only: Annotated[
         bool,
         typer.Option(
             "--schema-only",
-            help="Draft a schema of the fields instead, from public records: bounds and categories are read off them, and all "
-            "will see them. Never draft from records that are to be protected.",
+            help="Draft a schema of the fields instead, from public records: bounds and categories are read from them, and are "
+            "visible to all. Never draft from records that must be protected.",
         ),
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="File to write to.", show_default="FILE.yaml, here; of a schema: standard output"),
+        typer.Option(
+            "--out", help="File to write to.", show_default="FILE.yaml in this folder; for a schema: standard output"
+        ),
     ] = None,
 ) -> None:
-    """Write a commented spec for records of your own, with the noise that keeps your privacy wish.
+    """Write a commented spec for your own records, with noise calibrated to your privacy budget.
 
-    On a terminal it asks what no option says; elsewhere it takes what is usual. Each record is learned once. No file is
-    replaced unasked.
+    On a terminal it asks for missing options; elsewhere it uses defaults. Each record is learned once. Existing files are not
+    replaced without confirmation.
 
     Example: sottovoce init wards.csv --label outcome --positive died --learners north,east,south --epsilon 2
     """
@@ -89,7 +95,7 @@ def init(
         spec_options |= {"--learners": learners, "--partition": partition, "--scale": scale, "--epsilon": epsilon}
         spec_options |= {"--rounds": rounds, "--name": name}
         if given := [option for option, value in spec_options.items() if value is not None]:
-            raise SpecError(f"--schema-only drafts a schema and no spec: it goes without {', '.join(given)}")
+            raise SpecError(f"--schema-only drafts a schema, not a spec, and does not go with {', '.join(given)}")
         schemas.infer(file, label, out)
         return
     from sottovoce_client.atomic_files import create_file, require_new
@@ -97,8 +103,8 @@ def init(
     from sottovoce_client.init_wizard import InitOptions, draft_spec, list_next_commands
     from sottovoce_client.terminal import ignore_progress, print_json, print_notice
 
-    asks = sys.stdin.isatty() and not get_common_options().as_json
-    wishes = InitOptions(
+    interactive = sys.stdin.isatty() and not get_common_options().as_json
+    options = InitOptions(
         file,
         label=label,
         task=task,
@@ -113,49 +119,51 @@ def init(
         name=name,
     )
     path = out or Path(f"{file.stem}.yaml")
-    replaces = asks and path.exists() and typer.confirm(f"replace {path}?", err=True)
+    replaces = interactive and path.exists() and typer.confirm(f"replace {path}?", err=True)
     if not replaces:
         require_new(path)
-    begun = draft_spec(wishes, path.parent, _ask if asks else None, print_notice if asks else ignore_progress)
+    draft = draft_spec(
+        options, path.parent, _ask if interactive else None, print_notice if interactive else ignore_progress
+    )
     if replaces:
-        path.unlink()  # it was asked for; what comes in its place is ready
-    with create_file(path) as written:
-        written.write(begun.text.encode())
-    spec = begun.spec
+        path.unlink()  # confirmed by the user; the new content is ready
+    with create_file(path) as output:
+        output.write(draft.text.encode())
+    spec = draft.spec
     if get_common_options().as_json:
         print_json(
             {
                 "spec": path,
                 "algorithm": spec.algorithm.name,
-                "epsilon": begun.epsilon,
+                "epsilon": draft.epsilon,
                 "delta": 0.0,
                 "rounds": spec.rounds,
                 "learners": spec.names,
                 "batch_size": spec.data.batch_size,
-                "records": begun.records,
+                "records": draft.records,
             }
         )
         return
     size = f"{pluralize(spec.n_learners, 'learner')}, {pluralize(spec.rounds, 'round')}"
-    typer.echo(f"{path}: {spec.algorithm.name}, {size}; epsilon {begun.epsilon:.4g} per record")
-    if begun.unused_records and spec.data.batch_size != "all":
+    typer.echo(f"{path}: {spec.algorithm.name}, {size}; epsilon {draft.epsilon:.4g} per record")
+    if draft.unused_records and spec.data.batch_size != "all":
         typer.echo(
-            f"note: of a learner's records up to {begun.unused_records:,} are not learned: all batches are full (batch_size)"
+            f"note: up to {draft.unused_records:,} records of a learner are not learned: all batches are full (batch_size)"
         )
-    for note in begun.notes:
+    for note in draft.notes:
         typer.echo(escape_control(f"note: {note}"))
     typer.echo("next:")
     for command in list_next_commands(str(path)):
         typer.echo(f"  {command}")
 
 
-def _ask(question: str, usual: str) -> str:
-    return str(typer.prompt(question, default=usual or None, err=True))
+def _ask(question: str, default: str) -> str:
+    return str(typer.prompt(question, default=default or None, err=True))
 
 
 @data_app.command("list")
 def list_() -> None:
-    """Show every data set that has a name: what is in it, its licence, and whether it is on this machine."""
+    """List the named data sets: content, licence, and whether they are on this machine."""
     from sottovoce_client import terminal
     from sottovoce_client.data.catalogue import show
     from sottovoce_core.data.catalogue import get_data_folders
@@ -163,11 +171,11 @@ def list_() -> None:
     show(get_data_folders(), terminal.create_console())
 
 
-def _place(elsewhere: str, what: str) -> None:
-    if elsewhere:  # what comes with it is large, and Tab waits for this
+def _check_location(location: str, option: str) -> None:
+    if location:  # imported here because it is slow, and shell completion waits
         from sottovoce_client.data.fetch import require_location
 
-        require_location(elsewhere, what)
+        require_location(location, option)
 
 
 @data_app.command("fetch")
@@ -176,59 +184,61 @@ def fetch(
         list[str],
         typer.Argument(
             metavar="NAME...",
-            help="As `sottovoce data list` shows them.",
+            help="Names of data sets, from `sottovoce data list`.",
             show_default=False,
             autocompletion=completion.complete_dataset_names,
         ),
     ],
     folder: Annotated[
         Path | None,
-        typer.Option("--out", help="Folder to put them in.", show_default="$SOTTOVOCE_DATA, else your cache"),
+        typer.Option("--out", help="Output folder.", show_default="$SOTTOVOCE_DATA, else the user's cache"),
     ] = None,
-    elsewhere: Annotated[
+    location: Annotated[
         str,
         make_address_option(
             "--from",
-            check=_place,
-            metavar="PLACE",
-            help="A folder or URL that has the original files, in place of their owners' servers.",
+            check=_check_location,
+            metavar="LOCATION",
+            help="A folder or URL with the original files, instead of the publishers' servers.",
             show_default=False,
         ),
     ] = "",
 ) -> None:
-    """Download data sets from their owners, check them, and keep them as runs read them. One that is here is left as it is."""
+    """Download data sets from their publishers, verify them, and convert them. Existing ones are not changed."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
     from rich.text import Text
 
     from sottovoce_client import terminal
     from sottovoce_client.data.catalogue import require_dataset
-    from sottovoce_client.data.fetch import fetch as bring
+    from sottovoce_client.data.fetch import fetch as fetch_dataset
     from sottovoce_core.data.catalogue import find_dataset_file, get_data_folders
 
-    told: list[dict[str, Any]] = []
+    documents: list[dict[str, Any]] = []
     sources, console = [require_dataset(name) for name in dict.fromkeys(names)], terminal.create_console()
     folders = (folder,) if folder else get_data_folders()
     if not folders:
-        raise SpecError("there is no folder to put data sets in: give one with --out, or set SOTTOVOCE_DATA to one")
+        raise SpecError("data sets need an output folder, and there is none: give --out, or set SOTTOVOCE_DATA")
     for source in sources:
         if not source.originals:
-            whose = "it is made when it is asked for" if source.is_synthetic else "scikit-learn ships it"
-            console.print(f"{source.name}: {whose}, there is nothing to fetch")
-            told.append({"name": source.name, "path": None, "came": []})
+            origin = "it is generated on demand" if source.is_synthetic else "it is part of scikit-learn"
+            console.print(f"{source.name}: {origin}, there is nothing to fetch")
+            documents.append({"name": source.name, "path": None, "originals": []})
             continue
         if (path := find_dataset_file(source.name, folders)) is not None:
-            console.print(Text(f"{source.name}: here already, {path}"))
-            told.append({"name": source.name, "path": path, "came": []})
+            console.print(Text(f"{source.name}: already present, {path}"))
+            documents.append({"name": source.name, "path": path, "originals": []})
             continue
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            path, came = bring(source, folders[0], progress, alternative_location=elsewhere)
-        originals = [{"name": each.name, "place": came[each.name], "digest": each.digest} for each in source.originals]
+            path, locations = fetch_dataset(source, folders[0], progress, alternative_location=location)
+        originals = [
+            {"name": each.name, "location": locations[each.name], "digest": each.digest} for each in source.originals
+        ]
         for each in source.originals:
             console.print(Text(f"{each.name}: {each.digest}, as published"))
         console.print(Text(f"{source.name}: {path} (licence: {source.licence})"))
-        told.append({"name": source.name, "path": path, "came": originals})
-    terminal.print_json_if_requested(lambda: told)
+        documents.append({"name": source.name, "path": path, "originals": originals})
+    terminal.print_json_if_requested(lambda: documents)
 
 
 @data_app.command("describe")
@@ -237,7 +247,7 @@ def describe(
         str,
         typer.Argument(
             metavar="NAME|FILE",
-            help="A name; a .npz, .csv or .parquet file of your own; or a schema, a .yaml file.",
+            help="Name of a data set; a .npz, .csv or .parquet file; or a schema, a .yaml file.",
             show_default=False,
             autocompletion=completion.complete_dataset_names,
         ),
@@ -247,30 +257,30 @@ def describe(
     ] = None,
     schema: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Count how many records of the file fit this schema.", show_default="none"),
+        typer.Option(metavar="FILE", help="Count the records of the file that fit this schema.", show_default="none"),
     ] = None,
     spec: Annotated[
         Path | None,
-        typer.Option(help="With a schema: a run spec whose loss its label must suit.", show_default="none"),
+        typer.Option(help="With a schema: run spec whose loss must accept its label.", show_default="none"),
     ] = None,
 ) -> None:
-    """Show what a data set holds: records, features and their ranges, classes, source, licence, and a spec that uses it.
+    """Show the content of a data set: records, features and ranges, classes, source, licence, and a spec that uses it.
 
-    Of a schema, show what its fields may be; with --schema, how many records fit it, and why the others do not: exits with 1 if
-    any does not. These are figures of the records of your file: nothing protects them.
+    For a schema, show the allowed values of its fields; with --schema, the number of records that fit it, and the reasons for the
+    others: exits with 1 if any does not fit. The figures describe the records of your file and are not protected.
     """
-    own = schema or (Path(source) if source.endswith((".yaml", ".yml")) else None)
-    if own is not None:
+    schema_file = schema or (Path(source) if source.endswith((".yaml", ".yml")) else None)
+    if schema_file is not None:
         from sottovoce_client.data import schemas
         from sottovoce_core.spec import load_schema, load_spec
 
         if label is not None:
-            raise SpecError("a schema names its label: --label goes without one")
-        records = None if own == Path(source) else Path(source)
-        fits = schemas.check(load_schema(own), records, None if spec is None else load_spec(spec))
+            raise SpecError("--label does not go with a schema, which names its label")
+        records = None if schema_file == Path(source) else Path(source)
+        fits = schemas.check(load_schema(schema_file), records, None if spec is None else load_spec(spec))
         raise typer.Exit(0 if fits else 1)
     if spec is not None:
-        raise SpecError("--spec is held against a schema: give --schema, too")
+        raise SpecError("--spec requires a schema: give --schema")
     from sottovoce_client import terminal
     from sottovoce_client.data.catalogue import describe as show
     from sottovoce_core.data.catalogue import get_data_folders
@@ -285,12 +295,12 @@ def check_spec(
         typer.Argument(
             metavar="SPEC",
             help="The run spec, a YAML file.",
-            show_default="required, but with --json-schema",
+            show_default="required without --json-schema",
             autocompletion=completion.complete_spec_files,
         ),
     ] = None,
     print_: Annotated[
-        bool, typer.Option("--print", help="Print the spec with all defaults filled in; its data are not read.")
+        bool, typer.Option("--print", help="Print the spec with all defaults filled in; its data is not read.")
     ] = False,
     json_schema: Annotated[
         bool, typer.Option("--json-schema", help="Print the JSON schema of all run specs, for editors.")
@@ -298,19 +308,19 @@ def check_spec(
 ) -> None:
     """Check a spec, its algorithm's conditions and its data, without running anything.
 
-    Shows how the records are read: columns, labels and what counts as 1, the intercept, and the first five of them.
+    Shows how the records are read: columns, labels and the positive class, the intercept, and the first five records.
     """
     if json_schema:
         from sottovoce_client import terminal
         from sottovoce_core.spec import build_spec_json_schema
 
         if spec is not None or print_:
-            raise SpecError("--json-schema is of all specs: it goes with no SPEC, and not with --print")
+            raise SpecError("--json-schema describes all specs: it goes with neither a SPEC nor --print")
         typer.echo(build_spec_json_schema())
         terminal.print_json_if_requested(lambda: json.loads(build_spec_json_schema()))
         return
     if spec is None:
-        raise SpecError("spec check needs a SPEC, or --json-schema")
+        raise SpecError("spec check requires a SPEC, or --json-schema")
     if print_:
         _print(spec)
         return
@@ -324,7 +334,7 @@ def check_spec(
     prepared = prepare_run(load_spec(spec), live=True)
     warnings = [
         *prepared.run.warnings,
-        *prepared.cautions,
+        *prepared.warnings,
         *find_default_policy_warnings(prepared.run),
         *find_long_records(prepared),
     ]
@@ -335,10 +345,10 @@ def check_spec(
     width = pluralize(prepared.data.n_features, "feature")
     if prepared.run.spec.data.intercept:
         width = f"{pluralize(prepared.data.n_features - 1, 'feature')} and an intercept"
-    if prepared.run.spec.n_learners == 1 and prepared.run.algorithm.name != "dpcda":  # which is for one
+    if prepared.run.spec.n_learners == 1 and prepared.run.algorithm.name != "dpcda":  # dpcda is made for one learner
         typer.echo(f"note: {SINGLE_LEARNER_NOTE}")
-    but = f", but for {pluralize(len(warnings), 'warning')} above" if warnings else ""
-    typer.echo(f"{spec}: {pluralize(prepared.run.spec.n_learners, 'learner')}, {width}: fine{but}")
+    note = f", with {pluralize(len(warnings), 'warning')} above" if warnings else ""
+    typer.echo(f"{spec}: {pluralize(prepared.run.spec.n_learners, 'learner')}, {width}: valid{note}")
     run, data = prepared.run, prepared.data
     terminal.print_json_if_requested(
         lambda: {
@@ -348,8 +358,8 @@ def check_spec(
             "learners": run.spec.names,
             "features": data.n_features - run.spec.data.intercept,
             "intercept": run.spec.data.intercept,
-            "records": None if run.spec.data.live else [len(each.labels) for each in data.learners],
-            "held_out": None if run.spec.data.live else len(data.test_labels),
+            "records": None if run.spec.data.is_live else [len(each.labels) for each in data.learners],
+            "held_out": None if run.spec.data.is_live else len(data.test_labels),
             "warnings": [{"code": each.code, "text": each.text} for each in warnings],
         }
     )
@@ -359,9 +369,9 @@ def _print(spec: Path) -> None:
     from sottovoce_client import terminal
     from sottovoce_core.spec import dump_spec, load_spec
 
-    asked = load_spec(spec)
-    typer.echo(dump_spec(asked), nl=False)
-    terminal.print_json_if_requested(lambda: asked.model_dump(mode="json"))
+    loaded = load_spec(spec)
+    typer.echo(dump_spec(loaded), nl=False)
+    terminal.print_json_if_requested(lambda: loaded.model_dump(mode="json"))
 
 
 @spec_app.command("values")
@@ -377,19 +387,17 @@ def print_chart_values(
     ],
     own: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A learner of this release; repeat for several.", show_default="all"),
+        typer.Option(metavar="NAME", help="Learner of this release; repeatable.", show_default="all"),
     ] = None,
     with_coordinator: Annotated[
         bool,
-        typer.Option(
-            "--with-coordinator", help="This release has the coordinator, and of the learners those of --own alone."
-        ),
+        typer.Option("--with-coordinator", help="This release has the coordinator, and only the learners of --own."),
     ] = False,
 ) -> None:
-    """Print values for the Helm chart: learners, who opens a stream to whom, and how runs are captured.
+    """Print values for the Helm chart: learners, channels between them, and the capture mode of runs.
 
-    Of all runs that are to be started on one deployment. Where a release has not all learners, it also prints what is to be
-    filled in about those elsewhere.
+    Give all runs that will be started on the deployment. If the release does not have all learners, the output has fields to
+    fill in about the others.
     """
     from sottovoce_client import terminal
     from sottovoce_client.helm import derive_chart_values, format_yaml

@@ -1,1 +1,1 @@
-"""Data sets that have a name: downloading what their owners publish, and saying what a data set holds."""
+"""Named data sets: downloads from their publishers, and descriptions."""

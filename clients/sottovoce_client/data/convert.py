@@ -1,7 +1,7 @@
-"""From the files that owners publish to the arrays that `read_npz` reads, by their form.
+"""Conversion of the files that publishers provide to the arrays that `read_npz` reads, by file format.
 
-Labels are numbers, in the order of the source's `classes`. Categories become a column for each value; `?` is a value that is
-missing, and in none of these. The files are what their digests say: no stranger's archive comes here.
+Labels are numbers, in the order of the source's `classes`. A category becomes a column for each value; `?` is a missing value,
+and has no column. The files match their digests: no untrusted archive is read here.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 def convert(source: CatalogueEntry, files: Mapping[str, bytes]) -> Arrays:
-    """The arrays of a data set.
+    """Convert the original files of a data set to arrays.
 
     Args:
-        source: that has a name.
-        files: its originals, by their names.
+        source: Entry of the catalogue.
+        files: Contents of its original files, by name.
 
     Raises:
-        DataError: they are not what its owner's files were, or do not have as many records and classes.
-        SpecError: what reads them is not installed.
+        DataError: The files differ from the published ones, or have another number of records or classes.
+        SpecError: A package that reads them is not installed.
     """
     try:
-        arrays = _FORMS[source.file_format](source, [files[original.name] for original in source.originals])
+        arrays = _CONVERTERS[source.file_format](source, [files[original.name] for original in source.originals])
     except (ValueError, KeyError, IndexError, struct.error, tarfile.TarError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise DataError(f"{', '.join(files)} cannot be read as {source.title}: {why}; has its form changed?") from None
-    for what, labels, wanted in (
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"{', '.join(files)} cannot be read as {source.title}: {reason}; has its format changed?"
+        ) from None
+    for noun, labels, expected in (
         ("records", "y_train", source.records),
         ("records for tests", "y_test", source.test_records),
     ):
-        if (n := len(arrays.get(labels, ()))) != wanted:
+        if (n := len(arrays.get(labels, ()))) != expected:
             raise DataError(
-                f"{', '.join(files)} must hold {wanted:,} {what}, got {n:,}: not whole, or of another version"
+                f"{', '.join(files)} must contain {expected:,} {noun}, got {n:,}: they are incomplete, or of another version"
             )
     return arrays
 
@@ -54,28 +56,28 @@ def convert(source: CatalogueEntry, files: Mapping[str, bytes]) -> Arrays:
 
 
 def _tables(source: CatalogueEntry, files: Sequence[bytes]) -> Arrays:
-    """Numbers as they are, then one column for each value that a category has in the first file."""
+    """Convert tables: numbers as they are, then one column for each value that a category has in the first file."""
     tables = [_table(source, content) for content in files]
-    numbers, words = dict[str, list[Any]](), dict[str, list[Any]]()
+    numeric, categorical = dict[str, list[Any]](), dict[str, list[Any]]()
     for name in source.columns:
         if name == "label" or name in source.ignored_columns:
             continue
         columns = [table[name] for table in tables]
         if columns[0].dtype.kind != "O":
-            numbers[name] = columns
+            numeric[name] = columns
             continue
         for value in sorted({*columns[0]} - {None}):
-            words[f"{name}={value}"] = [column == value for column in columns]
-    features = {**numbers, **words}
+            categorical[f"{name}={value}"] = [column == value for column in columns]
+    features = {**numeric, **categorical}
     arrays = {"columns": np.array([*features])}
     for k, part in enumerate(("train", "test")[: len(tables)]):
-        arrays[f"X_{part}"] = _narrow(np.column_stack([columns[k] for columns in features.values()]))
+        arrays[f"X_{part}"] = _shrink(np.column_stack([columns[k] for columns in features.values()]))
         arrays[f"y_{part}"] = _labels(tables[k]["label"], source)
     return arrays
 
 
 def _table(source: CatalogueEntry, content: bytes) -> Arrays:
-    """Columns of numbers, or of text and None; lines that begin with `|`, `%` or `@` say nothing."""
+    """Read columns of numbers, or of text and None; skip lines that begin with `|`, `%` or `@`."""
     csv, compute = (
         import_optional(name, "pyarrow", "reading tables of data sets") for name in ("pyarrow.csv", "pyarrow.compute")
     )
@@ -92,18 +94,18 @@ def _table(source: CatalogueEntry, content: bytes) -> Arrays:
     }
 
 
-def _narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Whole numbers in as few bytes as hold them."""
+def _shrink(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Convert integers to the smallest type that holds them."""
     if values.dtype.kind == "f":
         return values
     return values.astype(np.result_type(*map(np.min_scalar_type, (values.min(), values.max()))))
 
 
 def _labels(column: npt.NDArray[Any], source: CatalogueEntry) -> npt.NDArray[Any]:
-    """Numbers as they are; of text, where each label stands among the classes, a final dot aside.
+    """Return numeric labels as they are; for text, the index of each label among the classes, without a final dot.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: A label is not among the classes.
     """
     if column.dtype.kind != "O":
         return column
@@ -112,7 +114,7 @@ def _labels(column: npt.NDArray[Any], source: CatalogueEntry) -> npt.NDArray[Any
 
 
 def _libsvm(source: CatalogueEntry, files: Sequence[bytes]) -> Arrays:
-    datasets = import_optional("sklearn.datasets", "scikit-learn", "reading files of LIBSVM")
+    datasets = import_optional("sklearn.datasets", "scikit-learn", "reading LIBSVM files")
     arrays: Arrays = {}
     for part, content in zip(("train", "test"), files, strict=True):
         features, labels = datasets.load_svmlight_file(
@@ -122,7 +124,7 @@ def _libsvm(source: CatalogueEntry, files: Sequence[bytes]) -> Arrays:
     return arrays
 
 
-# ---- pictures --------------------------------------------------------------------------------------------------------
+# ---- images ----------------------------------------------------------------------------------------------------------
 
 
 def _idx_files(source: CatalogueEntry, files: Sequence[bytes]) -> Arrays:
@@ -130,7 +132,7 @@ def _idx_files(source: CatalogueEntry, files: Sequence[bytes]) -> Arrays:
 
 
 def _idx(content: bytes) -> npt.NDArray[np.uint8]:
-    """Bytes in MNIST's own form: two bytes of zero, 8 for bytes, the number of axes, then each length, big-endian."""
+    """Decode an array of bytes in the IDX format of MNIST: two zero bytes, 8 for bytes, number of axes, lengths, big-endian."""
     kind, axes = struct.unpack_from(">3sB", content)
     if kind != b"\0\0\x08":
         raise ValueError(f"an idx file of bytes must begin with 0x000008, got 0x{kind.hex()}")
@@ -139,19 +141,19 @@ def _idx(content: bytes) -> npt.NDArray[np.uint8]:
 
 
 def _cifar(source: CatalogueEntry, files: Sequence[bytes]) -> Arrays:
-    """A record is its label and three planes of 32 x 32; pictures become (height, width, colour)."""
+    """Convert records of a label and three planes of 32 x 32 to images (height, width, colour)."""
     names = [*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"]
     with tarfile.open(fileobj=io.BytesIO(files[0])) as archive:
         members: list[Any] = [archive.extractfile(f"cifar-10-batches-bin/{name}") for name in names]
         records = [np.frombuffer(member.read(), np.uint8).reshape(-1, 1 + 3 * 32 * 32) for member in members]
     arrays: Arrays = {}
     for part, rows in (("train", np.concatenate(records[:5])), ("test", records[5])):
-        pictures = rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        arrays |= {f"X_{part}": np.ascontiguousarray(pictures), f"y_{part}": rows[:, 0]}
+        images = rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        arrays |= {f"X_{part}": np.ascontiguousarray(images), f"y_{part}": rows[:, 0]}
     return arrays
 
 
-_FORMS: Mapping[str, Callable[[CatalogueEntry, Sequence[bytes]], Arrays]] = {
+_CONVERTERS: Mapping[str, Callable[[CatalogueEntry, Sequence[bytes]], Arrays]] = {
     "table": _tables,
     "libsvm": _libsvm,
     "idx": _idx_files,

@@ -1,4 +1,4 @@
-"""`sottovoce budget`: what a run promises before anything runs, for events, records, groups and several learners."""
+"""`sottovoce budget`: the guarantees of a run before it starts, for record uses, records, groups and several learners."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from sottovoce_core.spec import RunSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BudgetLine:
-    """What one learner's messages may tell.
+    """Epsilons of one learner's messages.
 
     Attributes:
-        name: of the learner.
-        guarantee: of one event, with the planned numbers of records.
-        epsilons: those that were asked for, or exist, by kind: `event`, `record` (the dearest one in all of its uses), `group`
-            (the dearest), `record_use_at_delta`, `record_at_delta`, `paper`, `infinite_horizon`, `output` (against a reader of
-            published decisions alone); None: there is no record.
-        record_curve: `(rounds,)` cumulative epsilon of the dearest record.
+        name: Name of the learner.
+        guarantee: Guarantee of one record use, with the planned numbers of records.
+        epsilons: The requested or available ones, by kind: `record_use`, `record` (the most expensive one in all of its uses),
+            `group` (the most expensive), `record_use_at_delta`, `record_at_delta`, `paper`, `infinite_horizon`, `output` (against
+            an adversary that reads published decisions alone); None: there is no record.
+        record_curve: `(rounds,)` cumulative epsilon of the most expensive record.
     """
 
     name: str
@@ -57,7 +57,7 @@ class _BudgetLine:
     record_curve: FloatArray | None
 
     def curve(self, kind: str) -> FloatArray | None:
-        """`(rounds,)` cumulative epsilon of a kind of `KINDS`."""
+        """Return the `(rounds,)` cumulative epsilon of a kind in `EPSILON_STYLES`."""
         curves = {
             "paper": self.guarantee.paper_epsilon,
             "record_use": self.guarantee.cumulative_epsilon,
@@ -68,10 +68,10 @@ class _BudgetLine:
 
 @dataclass(frozen=True, slots=True)
 class BudgetRequest:
-    """What to ask of every learner: a delta, the size of a group, and whether records are charged for all of their uses.
+    """Request for every learner: a delta, a group size, and whether records are charged for all of their uses.
 
     Attributes:
-        rate: records a round that are supposed to come, where they are live.
+        records_per_round: Assumed number of records per round, if they are live.
     """
 
     delta: float | None = None
@@ -80,88 +80,92 @@ class BudgetRequest:
     records_per_round: float | None = None
 
     def describe_assumption(self, run: Run) -> str:
-        """What the numbers suppose; nothing where the data say it."""
+        """Describe the assumed number of records; empty if the data determine it."""
         if self.records_per_round is None:
             return ""
-        come = (
-            "1 record comes"
+        arrival = (
+            "1 record arrives"
             if self.records_per_round == 1.0
-            else f"{format_number(self.records_per_round)} records come"
+            else f"{format_number(self.records_per_round)} records arrive"
         )
-        return f"if {come} a round, in {pluralize(run.spec.rounds, 'round')}"
+        return f"if {arrival} per round, in {pluralize(run.spec.rounds, 'round')}"
 
 
 def report_budget(
-    prepared: PreparedRun, folder: Path, names: Sequence[str], question: BudgetRequest, console: Console | None = None
+    prepared: PreparedRun, folder: Path, names: Sequence[str], request: BudgetRequest, console: Console | None = None
 ) -> int:
-    """Print what a run promises, and write `budget.json` and `budget.html`; returns the exit code.
+    """Print the guarantees of a run, and write `budget.json` and `budget.html`; return the exit code.
 
     Args:
-        prepared: the run and its records, of which only the numbers by round matter.
-        folder: where results are written.
-        names: of the learners to show (empty: all).
-        question: what to ask.
-        console: where the table is printed.
+        prepared: Run and its records, of which only the numbers by round matter.
+        folder: Output folder.
+        names: Names of the learners to show (empty: all).
+        request: Requested epsilons.
+        console: Console of the table.
 
     Raises:
-        SpecError: no such learner, a delta out of range, or an extra is missing.
+        SpecError: The learner does not exist, a delta is out of range, or an optional dependency is missing.
     """
     console, run = console or terminal.create_console(), prepared.run
     chosen = [find_learner_index(run.spec, name) for name in names] or list(range(run.spec.n_learners))
     with console.status("adding up"):
-        lines = [_line_of(prepared, i, question) for i in chosen]
+        lines = [_compute_line(prepared, i, request) for i in chosen]
     if console.is_terminal:
-        console.print(_table(lines, question))
+        console.print(_table(lines, request))
     else:
         for line in lines:
-            console.out(_plain(line, question), highlight=False)
-    if supposed := question.describe_assumption(run):
-        console.print(f"{supposed}; fewer cost more where means are learned from", highlight=False, soft_wrap=True)
+            console.out(_format_line(line, request), highlight=False)
+    if assumption := request.describe_assumption(run):
+        console.print(
+            f"{assumption}; fewer records cost more with algorithms that learn from means",
+            highlight=False,
+            soft_wrap=True,
+        )
     run = replace(run, warnings=(*run.warnings, *(each for each in prepared.warnings if each.code == BUDGET_ENDS)))
     for text in _facts(run, lines):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
-    write_json(folder / "budget.json", _document(run, lines, question))
+    write_json(folder / "budget.json", _document(run, lines, request))
     page = folder / "budget.html"
-    code = terminal.attempt(str(page), lambda: _budget_page(run, lines, question).write(page))
+    code = terminal.attempt(str(page), lambda: _budget_page(run, lines, request).write(page))
     terminal.print_json_file_if_requested(folder / "budget.json")
     console.out(f"{folder}: budget.json{'' if code else ', budget.html'}", highlight=False)
     return code
 
 
 def find_learner_index(spec: RunSpec, name: str, option: str = "--learner") -> int:
-    """Which learner an option names.
+    """Return the index of the learner that an option names.
 
     Raises:
-        SpecError: none.
+        SpecError: The learner does not exist.
     """
     if name not in spec.names:
         raise SpecError(f"{option} must be one of {', '.join(spec.names)}, got {name}")
     return spec.names.index(name)
 
 
-def _line_of(prepared: PreparedRun, learner: int, question: BudgetRequest) -> _BudgetLine:
-    """What one learner's messages may tell."""
+def _compute_line(prepared: PreparedRun, learner: int, request: BudgetRequest) -> _BudgetLine:
+    """Compute the epsilons of one learner's messages."""
     run, own = prepared.run, prepared.data.learners[learner]
     counts, accountant = np.diff(own.offsets), run.algorithm.accountant(learner)
     guarantee = run.guarantee(learner, counts)
     end = run.participation(learner).end
-    records = group_record_losses(accountant, own, end) if question.include_per_record else []
+    records = group_record_losses(accountant, own, end) if request.include_per_record else []
     dearest = worst_case_record_losses(records, guarantee.round_losses) if records else None
     epsilons: dict[str, float | None] = {"record_use": guarantee.epsilon()}
-    if question.include_per_record:
+    if request.include_per_record:
         epsilons["record"] = None if dearest is None else math.fsum(dearest)
-    if question.group_size is not None:
-        size = 1 if guarantee.adjacency is Adjacency.LEARNER else question.group_size
+    if request.group_size is not None:
+        size = 1 if guarantee.adjacency is Adjacency.LEARNER else request.group_size
         epsilons["group"] = group_loss(records or [RecordGroup(size, 1, None)], guarantee.round_losses, size)
-    if question.delta is not None:
+    if request.delta is not None:
         single, mechanism = message_losses(accountant, counts, end), guarantee.mechanism
-        for kind in ("record_use", "record") if question.include_per_record else ("record_use",):
+        for kind in ("record_use", "record") if request.include_per_record else ("record_use",):
             pure = epsilons[kind]
             if single is not None and pure is not None:
                 losses = (
                     single if kind == "record_use" else envelope([each.composable_losses(single) for each in records])
                 )
-                pure = min(pure, epsilon_for_delta(question.delta, losses, mechanism))
+                pure = min(pure, epsilon_for_delta(request.delta, losses, mechanism))
             epsilons[f"{kind}_at_delta"] = pure
     epsilons |= {"paper": float(guarantee.paper_epsilon[-1]), "infinite_horizon": guarantee.infinite_horizon_epsilon}
     if guarantee.output_epsilon is not None:
@@ -170,21 +174,21 @@ def _line_of(prepared: PreparedRun, learner: int, question: BudgetRequest) -> _B
     return _BudgetLine(run.spec.names[learner], guarantee, epsilons, curve)
 
 
-# ---- showing ---------------------------------------------------------------------------------------------------------
+# ---- terminal output -------------------------------------------------------------------------------------------------
 
 
-def _heads(lines: Sequence[_BudgetLine], question: BudgetRequest) -> dict[str, str]:
-    """The headings of the epsilons that these lines have, by kind, in the order in which they are shown."""
-    noun = ("record" if question.include_per_record else "record_use") + "s" * (question.group_size != 1)
+def _heads(lines: Sequence[_BudgetLine], request: BudgetRequest) -> dict[str, str]:
+    """Return the headings of the available epsilons, by kind, in the order in which they are shown."""
+    noun = ("record" if request.include_per_record else "record use") + "s" * (request.group_size != 1)
     heads = {
-        "record_use": "per event",
+        "record_use": "per record use",
         "record": "per record, all uses",
-        "group": f"{question.group_size} {noun}",
-        "record_use_at_delta": f"per event at δ = {question.delta or 0:g}",
-        "record_at_delta": f"per record at δ = {question.delta or 0:g}",
+        "group": f"{request.group_size} {noun}",
+        "record_use_at_delta": f"per record use at δ = {request.delta or 0:g}",
+        "record_at_delta": f"per record at δ = {request.delta or 0:g}",
         "paper": "by the paper",
         "output": "published decisions only",
-        "infinite_horizon": "for ever",
+        "infinite_horizon": "infinite horizon",
     }
     return {kind: head for kind, head in heads.items() if any(kind in line.epsilons for line in lines)}
 
@@ -195,118 +199,116 @@ def _rows(lines: Sequence[_BudgetLine], heads: Iterable[str]) -> Iterator[tuple[
         yield line.name, line.guarantee.basis.threat_model.value, *values
 
 
-def _table(lines: Sequence[_BudgetLine], question: BudgetRequest) -> Table:
-    table, heads = terminal.create_table(title="epsilon", title_justify="left"), _heads(lines, question)
-    for k, head in enumerate(("learner", "listening", *heads.values())):
+def _table(lines: Sequence[_BudgetLine], request: BudgetRequest) -> Table:
+    table, heads = terminal.create_table(title="epsilon", title_justify="left"), _heads(lines, request)
+    for k, head in enumerate(("learner", "threat model", *heads.values())):
         table.add_column(head, justify="left" if k < 2 else "right", overflow="fold")
     for row in _rows(lines, heads):
         table.add_row(*row)
     return table
 
 
-def _plain(line: _BudgetLine, question: BudgetRequest) -> str:
-    values = ", ".join(
-        f"{head} {format_number(line.epsilons[kind])}" for kind, head in _heads([line], question).items()
-    )
-    return f"{line.name}: epsilon {values}; listening: {line.guarantee.basis.threat_model.value}"
+def _format_line(line: _BudgetLine, request: BudgetRequest) -> str:
+    values = ", ".join(f"{head} {format_number(line.epsilons[kind])}" for kind, head in _heads([line], request).items())
+    return f"{line.name}: epsilon {values}; threat model: {line.guarantee.basis.threat_model.value}"
 
 
 def _facts(run: Run, lines: Sequence[_BudgetLine]) -> Iterator[str]:
-    """Sentences under the table: the sum over learners, what the numbers rest on, the proof, and warnings."""
+    """Yield sentences for the area under the table: sum over learners, assumptions, proof, and warnings."""
     if len(lines) > 1:
-        yield f"{_together(run, lines)}: epsilon {format_number(_sum(lines))}"
-    promise = lines[0].guarantee
-    yield f"one event: {promise.adjacency_description}"
-    yield f"accounting: {promise.basis.mode}; proof: {promise.basis.proof}"
-    for name, values, why in _grounds(lines):
-        yield f"rests on {name} = {values}: {why}"
+        yield f"{_describe_total(run, lines)}: epsilon {format_number(_sum(lines))}"
+    guarantee = lines[0].guarantee
+    yield f"one record use: {guarantee.adjacency_description}"
+    yield f"accounting: {guarantee.basis.mode}; proof: {guarantee.basis.proof}"
+    for name, values, enforcement in _list_constants(lines):
+        yield f"assumes {name} = {values}: {enforcement}"
     for finding in run.warnings:
         yield f"warning: {finding.text} [{finding.code}]"
 
 
 def _sum(lines: Sequence[_BudgetLine]) -> float:
-    """What replacing something at each of these learners costs: each says its own noisy messages, so losses add up."""
+    """Sum the epsilons of a replacement at each of these learners: each sends its own noisy messages, so losses add up."""
     return math.fsum(line.guarantee.epsilon() for line in lines)
 
 
-def _together(run: Run, lines: Sequence[_BudgetLine]) -> str:
+def _describe_total(run: Run, lines: Sequence[_BudgetLine]) -> str:
     if run.spec.data.partition.is_shared:
-        return f"an event shows in the messages of every learner, for they share their records; of these {len(lines)} together"
-    return f"an event at each of these {len(lines)} learners, together"
+        return f"a record use affects the messages of every learner, because they share records; total of these {len(lines)}"
+    return f"a record use at each of these {len(lines)} learners, total"
 
 
-def _grounds(lines: Sequence[_BudgetLine]) -> Iterator[tuple[str, str, str]]:
-    """Constants: name, value or range of values over the learners, and what makes it true."""
-    for name, ground in lines[0].guarantee.basis.constants.items():
+def _list_constants(lines: Sequence[_BudgetLine]) -> Iterator[tuple[str, str, str]]:
+    """Yield the constants: name, value or range of values over the learners, and what enforces it."""
+    for name, constant in lines[0].guarantee.basis.constants.items():
         values = [
             line.guarantee.basis.constants[name].value for line in lines if name in line.guarantee.basis.constants
         ]
         low, high = format_number(min(values)), format_number(max(values))
-        yield name, low if low == high else f"{low} to {high}", ground.enforcement
+        yield name, low if low == high else f"{low} to {high}", constant.enforcement
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
+# ---- output files ----------------------------------------------------------------------------------------------------
 
 
-def _document(run: Run, lines: Sequence[_BudgetLine], question: BudgetRequest) -> dict[str, Any]:
-    """`budget.json`; an epsilon of null is infinite."""
+def _document(run: Run, lines: Sequence[_BudgetLine], request: BudgetRequest) -> dict[str, Any]:
+    """Build `budget.json`; an epsilon of null is infinite."""
     return {
         "name": run.spec.name,
         "algorithm": run.algorithm.name,
         "rounds": run.spec.rounds,
-        "delta": question.delta,
-        "group": question.group_size,
-        "records_a_round": question.records_per_round,  # of live ones, supposed
-        "uses": question.include_per_record,  # whether records were charged for all of their uses
-        "together": _sum(lines),  # epsilon of an event at every one of these learners
-        "learners": [_learner(line) for line in lines],
+        "delta": request.delta,
+        "group_size": request.group_size,
+        "records_per_round": request.records_per_round,  # assumed, of live records
+        "include_per_record": request.include_per_record,  # whether records were charged for all of their uses
+        "total_epsilon": _sum(lines),  # epsilon of a record use at every one of these learners
+        "learners": [_learner_document(line) for line in lines],
         "warnings": [{"code": finding.code, "text": finding.text} for finding in run.warnings],
     }
 
 
-def _learner(line: _BudgetLine) -> dict[str, Any]:
-    """What one learner's messages may tell; of the epsilons those that were asked for, and exist."""
-    promise = line.guarantee
+def _learner_document(line: _BudgetLine) -> dict[str, Any]:
+    """Build the document of one learner's messages, with the requested and available epsilons."""
+    guarantee = line.guarantee
     return {
         "name": line.name,
-        "threat_model": promise.basis.threat_model,  # who may listen
-        "adjacency": promise.adjacency_description,  # which two data sets must look alike
+        "threat_model": guarantee.basis.threat_model,
+        "adjacency": guarantee.adjacency_description,  # description of adjacent data sets
         "epsilon": line.epsilons,
-        "cumulative": promise.cumulative_epsilon,  # epsilon of one event, after every round
-        "accounting": promise.basis.mode,
-        "proof": promise.basis.proof,
+        "cumulative": guarantee.cumulative_epsilon,  # epsilon of one record use, after every round
+        "accounting": guarantee.basis.mode,
+        "proof": guarantee.basis.proof,
         "constants": {
             name: {"value": each.value, "enforced_by": each.enforcement}
-            for name, each in promise.basis.constants.items()
+            for name, each in guarantee.basis.constants.items()
         },
     }
 
 
-def _budget_page(run: Run, lines: Sequence[_BudgetLine], question: BudgetRequest) -> Page:
-    """What a run promises, and what that rests on."""
-    heads = _heads(lines, question)
+def _budget_page(run: Run, lines: Sequence[_BudgetLine], request: BudgetRequest) -> Page:
+    """Build the page: guarantees, and their assumptions."""
+    heads = _heads(lines, request)
     columns = (
         PageColumn("learner"),
-        PageColumn("listening", kind="text"),
+        PageColumn("threat model", kind="text"),
         *(PageColumn(f"ε {head}") for head in heads.values()),
     )
-    title = "What the messages may tell"
+    title = "Epsilon of the messages"
     values = {
         "run": run,
-        "supposed": question.describe_assumption(run),
+        "supposed": request.describe_assumption(run),
         "promise": lines[0].guarantee,
         "warned": [(finding.code, finding.text) for finding in run.warnings],
-        "together": _together(run, lines) if len(lines) > 1 else "",
+        "together": _describe_total(run, lines) if len(lines) > 1 else "",
         "epsilon": _sum(lines),
     }
     table = PageTable("learners", title, columns, list(_rows(lines, heads)))
     return Page(
-        "budget.html.j2", [table, build_assumption_table(list(_grounds(lines))), _plot(lines, question)], values
+        "budget.html.j2", [table, build_assumption_table(list(_list_constants(lines))), _plot(lines, request)], values
     )
 
 
-def _plot(lines: Sequence[_BudgetLine], question: BudgetRequest) -> Figure:
-    """Cumulative epsilons over rounds; nothing where none is finite and above zero."""
+def _plot(lines: Sequence[_BudgetLine], request: BudgetRequest) -> Figure:
+    """Plot cumulative epsilons over rounds; empty if none is finite and above zero."""
     curves = {}
     for kind in EPSILON_STYLES:
         known = [curve for line in lines if (curve := line.curve(kind)) is not None]
@@ -314,7 +316,7 @@ def _plot(lines: Sequence[_BudgetLine], question: BudgetRequest) -> Figure:
             curves[kind] = np.stack(known)
     at_delta = (line.epsilons.get("record_use_at_delta") or 0.0 for line in lines)
     deltas = [epsilon for epsilon in at_delta if 0 < epsilon < math.inf]
-    rounds, name = len(lines[0].guarantee.round_losses), f"per event at δ = {question.delta:g}" if deltas else ""
+    rounds, name = len(lines[0].guarantee.round_losses), f"per record use at δ = {request.delta:g}" if deltas else ""
     return build_budget_figure(
         "Over the rounds", curves, [make_diamond(rounds, max(deltas), name, PINK)] if deltas else []
     )

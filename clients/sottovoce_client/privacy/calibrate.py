@@ -1,4 +1,4 @@
-"""`sottovoce budget --target`: the same spec with the noise that a budget asks for."""
+"""`sottovoce budget --target`: the same spec with noise calibrated to a budget."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from sottovoce_core.yaml_files import write_yaml
 def write_calibrated_spec(
     source: Path, prepared: PreparedRun, target: BudgetTarget, out: Path | None, console: Console | None = None
 ) -> None:
-    """Find the noise, say what it came to, and write the spec: the user's own document with another noise.
+    """Calibrate the noise, print the result, and write the spec: the user's document with other noise parameters.
 
     Args:
-        source: the spec's file. Its comments are not kept.
-        prepared: what it describes.
-        target: what to meet.
-        out: where to write (None: to standard output).
-        console: where to say what was found.
+        source: Spec file. Its comments are lost.
+        prepared: Run of the spec.
+        target: Budget to meet.
+        out: Output file (None: standard output).
+        console: Console of the result.
 
     Raises:
-        SpecError: there is a file at `out` already, or the budget cannot be met.
+        SpecError: `out` exists already, or the budget cannot be met.
     """
     require_new(out)
     console = console or terminal.create_console(stderr=True)
@@ -49,11 +49,11 @@ def write_calibrated_spec(
         )
     if spec.data.partition.is_shared:
         console.print(
-            "learners share their records: these are epsilons of all their messages together", highlight=False
+            "learners share their records: these epsilons cover the messages of all learners", highlight=False
         )
     for finding in find_budget_warnings(build_run(found.spec, prepared.data.n_features), prepared.data):
         console.print(f"warning: {finding.text} [{finding.code}]", highlight=False, markup=False, soft_wrap=True)
-    document = _with_algorithm(source, spec.algorithm, found, out)
+    document = _replace_algorithm(source, spec.algorithm, found, out)
     text = write_yaml(document)
     if out is None:
         print(text, end="")
@@ -68,49 +68,51 @@ def write_calibrated_spec(
     terminal.print_json_if_requested(lambda: {"out": out, "learners": each, "spec": document})
 
 
-def _with_algorithm(source: Path, before: AlgorithmSpec, found: CalibrationResult, out: Path | None) -> dict[str, Any]:
-    """The document of a file, its schema in place, with those parameters of the algorithm that have changed."""
+def _replace_algorithm(
+    source: Path, before: AlgorithmSpec, found: CalibrationResult, out: Path | None
+) -> dict[str, Any]:
+    """Return the document of a file, with its schema inlined, and the changed parameters of the algorithm."""
     document: dict[str, Any] = dict(read_document(source))
     if out is not None:
         move_paths(document, Path(), out.parent)
     old, new = (each.model_dump(mode="json") for each in (before, found.spec.algorithm))
-    named = document["algorithm"]
-    document["algorithm"] = ({"name": named} if isinstance(named, str) else named) | {
+    algorithm = document["algorithm"]
+    document["algorithm"] = ({"name": algorithm} if isinstance(algorithm, str) else algorithm) | {
         key: new[key] for key in new if new[key] != old[key]
     }
     return document
 
 
 def parse_horizon(text: str | None) -> float | None:
-    """How many rounds an option asks for: a number, `inf`, or None for all of the run.
+    """Parse the rounds of `--horizon`: a number, `inf`, or None for all rounds of the run.
 
     Raises:
-        SpecError: none of these.
+        SpecError: It has another form.
     """
-    rounds = None if text is None else _number("--horizon", text)
+    rounds = None if text is None else _parse_number("--horizon", text)
     if rounds is not None and rounds < math.inf and rounds != round(rounds):
         raise SpecError(f"--horizon must be a whole number of rounds, or inf, got {text}")
     return rounds
 
 
 def parse_target(spec: RunSpec, wanted: Sequence[str], horizon: float | None, per: BudgetUnit) -> BudgetTarget:
-    """What the command's options ask for.
+    """Parse the options of the command.
 
     Args:
-        spec: the run.
-        wanted: `E`, for every learner that is not named, or `NAME=E` each.
-        horizon: rounds, or infinity; None: all.
-        per: for an event or a record.
+        spec: Run spec.
+        wanted: `E` for every learner that is not named, or `NAME=E` for one.
+        horizon: Rounds, or infinity; None: all.
+        per: Unit of the budget, a record use or a record.
 
     Raises:
-        SpecError: an option is not of its form, names nobody, or a learner is left without a target.
+        SpecError: An option has another form, names no learner, or a learner has no target.
     """
     general = [each for each in wanted if "=" not in each]
     if len(general) > 1:
         raise SpecError(
             f"--target must be one epsilon for every learner, and NAME=E for others, got {', '.join(general)}"
         )
-    targets: list[float | None] = [_number("--target", general[0]) if general else None] * spec.n_learners
+    targets: list[float | None] = [_parse_number("--target", general[0]) if general else None] * spec.n_learners
     named = set[int]()
     for each in wanted:
         name, equals, value = each.rpartition("=")
@@ -120,14 +122,14 @@ def parse_target(spec: RunSpec, wanted: Sequence[str], horizon: float | None, pe
         if learner in named:
             raise SpecError(f"--target must name each learner once, got {name} twice")
         named.add(learner)
-        targets[learner] = _number("--target NAME=E", value)
+        targets[learner] = _parse_number("--target NAME=E", value)
     without = [name for name, target in zip(spec.names, targets, strict=True) if target is None]
     if without:
         raise SpecError(f"every learner needs a target, got none for {', '.join(without)}; give --target E")
     return BudgetTarget(tuple(target for target in targets if target is not None), horizon, per)
 
 
-def _number(option: str, text: str) -> float:
+def _parse_number(option: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`sottovoce ledger`: what learners have spent, read from their state folder, checked and repaired."""
+"""`sottovoce ledger`: show, verify and repair the privacy ledgers in a state folder."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from sottovoce_learner.storage.store import Ledger
 
 _HEADS = ("learner", "run", "algorithm", "threat model", "accounting", "messages", "ε")
 _NUMBERS = ("messages", "ε")
-_SPARE = ("accounting", "threat model", "algorithm")
-"""Left out where there is no room for all."""
+_OPTIONAL_COLUMNS = ("accounting", "threat model", "algorithm")
+"""Columns that are omitted on a narrow terminal, the least needed first."""
 
 
-def _promise(line: LedgerEntry, imports: bool) -> tuple[str, str]:
+def _describe_guarantee(entry: LedgerEntry, imports: bool) -> tuple[str, str]:
+    """Return the threat model and the accounting mode of an entry."""
     try:
-        guarantee = line.build_guarantee(imports=imports)
+        guarantee = entry.build_guarantee(imports=imports)
     except SpecError:  # of an algorithm that is not installed here, or may not be imported
         return MISSING_VALUE, MISSING_VALUE
     return guarantee.basis.threat_model.value if math.isfinite(
@@ -31,56 +32,62 @@ def _promise(line: LedgerEntry, imports: bool) -> tuple[str, str]:
     ) else MISSING_VALUE, guarantee.basis.mode
 
 
-def _ledger_in(folder: Path) -> Ledger:
-    """Raises `SpecError` where there is no such folder."""
+def _open_ledger(folder: Path) -> Ledger:
+    """Open the ledgers of a state folder; raise `SpecError` if there is no such folder."""
     if not folder.is_dir():
         raise SpecError(
-            f"the state folder must be one where a learner keeps its ledger, got {folder}, which is no folder: give what the "
-            "learner was started with as --state"
+            f"the state folder must contain a learner's ledger, got {folder}, which is not a folder: give the --state that the "
+            "learner was started with"
         )
     return Ledger(folder)
 
 
-def _require(ledger: Ledger, learner: str | None) -> None:
-    """Raises `SpecError` where nothing is left of a ledger (of this learner), and no sign that there was one."""
+def _require_ledger(ledger: Ledger, learner: str | None) -> None:
+    """Raise `SpecError` if there is no ledger (of this learner), and no sign of a lost one."""
     names = ledger.list_learners()
     if not names or learner not in (None, *names):
-        there, whose = ", ".join(names) or "nobody", "" if learner is None else f" of {learner!r}"
-        raise SpecError(f"no ledger{whose} in the state folder {ledger.folder}; there are ledgers of: {there}")
+        known, whose = ", ".join(names) or "none", "" if learner is None else f" of {learner!r}"
+        raise SpecError(f"no ledger{whose} in the state folder {ledger.folder}; there are ledgers of: {known}")
 
 
 def show_ledger(
     folder: Path, learner: str | None, console: Console | None = None, *, allow_imports: bool = False
 ) -> None:
-    """Print one line per run, and the sum of each learner.
+    """Print one line for each run, and the total of each learner.
 
     Args:
-        folder: the state folder.
-        learner: only this one's runs.
-        console: where to print (default: standard output).
-        allow_imports: import code that a run's spec names, to say what was promised; without, that is left open.
+        folder: State folder.
+        learner: Learner to show; None: all.
+        console: Console (default: standard output).
+        allow_imports: Whether to import code that a run's spec names; if not, the guarantees of such runs are not shown.
 
     Raises:
-        SpecError: there is no such folder, or no run of this learner in it.
-        CorruptStateError: the ledger cannot be read.
+        SpecError: There is no such folder, or no run of this learner in it.
+        CorruptStateError: The ledger cannot be read.
     """
-    ledger = _ledger_in(folder)
+    ledger = _open_ledger(folder)
     lines = ledger.list_entries(learner)
     if not lines:
-        there = ", ".join(sorted({line.learner for line in ledger.list_entries()})) or "nobody"
+        known = ", ".join(sorted({line.learner for line in ledger.list_entries()})) or "none"
         whose = "" if learner is None else f" of {learner!r}"
-        raise SpecError(f"no runs{whose} in the state folder {folder}; there are runs of: {there}")
+        raise SpecError(f"no runs{whose} in the state folder {folder}; there are runs of: {known}")
     console = console or terminal.create_console()
     table, left_out = terminal.fit_table(
-        console.width, _HEADS, _rows(lines, allow_imports), right_aligned=_NUMBERS, optional_columns=_SPARE
+        console.width, _HEADS, _rows(lines, allow_imports), right_aligned=_NUMBERS, optional_columns=_OPTIONAL_COLUMNS
     )
     console.print(table)
     if left_out:
-        console.print(f"a wider terminal shows {', '.join(left_out)}, too; so does --json")
+        console.print(f"a wider terminal shows {', '.join(left_out)}as well; so does --json")
     terminal.print_json_if_requested(
         lambda: [
             {"learner": each.learner, "run": each.run_id, "algorithm": each.algorithm}
-            | dict(zip(("threat_model", "accounting"), map(_known, _promise(each, allow_imports)), strict=True))
+            | dict(
+                zip(
+                    ("threat_model", "accounting"),
+                    map(_none_if_missing, _describe_guarantee(each, allow_imports)),
+                    strict=True,
+                )
+            )
             | {"messages": each.rounds_committed, "epsilon": each.epsilon_spent}
             for each in lines
         ]
@@ -88,7 +95,7 @@ def show_ledger(
 
 
 def _rows(lines: Sequence[LedgerEntry], imports: bool) -> list[tuple[str, ...]]:
-    """A row for each run, and one for all of a learner that was in several."""
+    """Return a row for each run, and a total of each learner that was in several runs."""
     rows: list[tuple[str, ...]] = []
     for name in sorted({line.learner for line in lines}):
         own = [line for line in lines if line.learner == name]
@@ -99,7 +106,7 @@ def _rows(lines: Sequence[LedgerEntry], imports: bool) -> list[tuple[str, ...]]:
                     escape_control(name),
                     escape_control(line.run_id),
                     escape_control(line.algorithm),
-                    *_promise(line, imports),
+                    *_describe_guarantee(line, imports),
                     *counts,
                 )
             )
@@ -119,62 +126,66 @@ def _rows(lines: Sequence[LedgerEntry], imports: bool) -> list[tuple[str, ...]]:
     return rows
 
 
-def _known(text: str) -> str | None:
+def _none_if_missing(text: str) -> str | None:
     return None if text == MISSING_VALUE else text
 
 
 def verify_ledger(
     folder: Path, learner: str | None, console: Console | None = None, *, allow_imports: bool = False
 ) -> None:
-    """Check a state folder, and say what was checked.
+    """Verify a state folder, and print the result.
 
     Args:
-        folder: the state folder.
-        learner: only this one.
-        console: where to print (default: standard output).
-        allow_imports: import code that a run's spec names; without, its charges are not computed again.
+        folder: State folder.
+        learner: Learner to verify; None: all.
+        console: Console (default: standard output).
+        allow_imports: Whether to import code that a run's spec names; if not, the charges of such runs are not computed again.
 
     Raises:
-        SpecError: there is no such folder, or no ledger (of this learner) in it.
-        CorruptStateError: something is lost or damaged, or a charge is another one than the spec asks for.
+        SpecError: There is no such folder, or no ledger (of this learner) in it.
+        CorruptStateError: Something is lost or damaged, or a charge differs from that of the spec.
     """
-    out, ledger = console or terminal.create_console(), _ledger_in(folder)
-    _require(ledger, learner)
+    out, ledger = console or terminal.create_console(), _open_ledger(folder)
+    _require_ledger(ledger, learner)
     names = ledger.list_learners() if learner is None else [learner]
     found = []
     for name in names:
         runs = Ledger(folder).verify(name, imports=allow_imports)
         spent = format_number(math.fsum(run.epsilon_spent for run in runs))
         out.print(
-            f"{name}: {pluralize(len(runs), 'run')}, ε {spent} in all: nothing is lost", markup=False, highlight=False
+            f"{name}: {pluralize(len(runs), 'run')}, ε {spent} in total: the ledger is complete",
+            markup=False,
+            highlight=False,
         )
         found.append({"learner": name, "runs": len(runs), "epsilon": math.fsum(run.epsilon_spent for run in runs)})
     terminal.print_json_if_requested(lambda: found)
 
 
 def repair_ledger(folder: Path, learner: str, charge: float | None, console: Console | None = None) -> None:
-    """Charge the most that may have been spent, and say what was done.
+    """Charge the most that may have been spent, and print the result.
 
     Args:
-        folder: the state folder.
-        learner: whose ledger.
-        charge: epsilon that is charged at least.
-        console: where to print (default: standard output).
+        folder: State folder.
+        learner: Learner whose ledger is repaired.
+        charge: Minimum epsilon to charge.
+        console: Console (default: standard output).
 
     Raises:
-        SpecError: there is no such folder, or nothing of this learner in it, and no charge was given.
-        FailedPrecondition: the learner is running.
-        CorruptStateError: what may have been spent cannot be known, and no charge was given.
+        SpecError: There is no such folder, or nothing of this learner in it, and no charge was given.
+        FailedPrecondition: The learner is running.
+        CorruptStateError: The possible spending is unknown, and no charge was given.
     """
-    ledger = _ledger_in(folder)
+    ledger = _open_ledger(folder)
     if charge is None:
-        _require(ledger, learner)
+        _require_ledger(ledger, learner)
     done, out = ledger.repair(learner, charge), console or terminal.create_console()
     if done.backup_folder is None:
-        text = f"nothing is lost: ε {format_number(done.total_epsilon_spent)} in all, as before"
+        text = f"the ledger is complete: ε {format_number(done.total_epsilon_spent)} in total, as before"
     else:
-        figures = f"charged ε {format_number(done.epsilon_charged)}, which makes {format_number(done.total_epsilon_spent)} in all"
-        text = f"{figures}; what was there is kept in {done.backup_folder}"
+        figures = (
+            f"charged ε {format_number(done.epsilon_charged)}; the total is {format_number(done.total_epsilon_spent)}"
+        )
+        text = f"{figures}; a backup of the former state is in {done.backup_folder}"
     out.print(text, markup=False, highlight=False, soft_wrap=True)
     charged = 0.0 if done.backup_folder is None else done.epsilon_charged
     terminal.print_json_if_requested(
@@ -182,32 +193,33 @@ def repair_ledger(folder: Path, learner: str, charge: float | None, console: Con
             "learner": learner,
             "charged": charged,
             "epsilon": done.total_epsilon_spent,
-            "kept_in": done.backup_folder,
+            "backup": done.backup_folder,
         }
     )
 
 
 def adopt_ledger(folder: Path, learner: str, console: Console | None = None) -> None:
-    """Take a copy of a state folder for the only one.
+    """Declare a copy of a state folder as the only one that is used.
 
     Args:
-        folder: the state folder.
-        learner: whose ledger.
-        console: where to print (default: standard output).
+        folder: State folder.
+        learner: Learner whose ledger it has.
+        console: Console (default: standard output).
 
     Raises:
-        SpecError: there is no such folder, or nothing of this learner in it.
-        FailedPrecondition: the learner is running.
-        CorruptStateError: it is not whole.
+        SpecError: There is no such folder, or nothing of this learner in it.
+        FailedPrecondition: The learner is running.
+        CorruptStateError: The copy is incomplete.
     """
-    ledger = _ledger_in(folder)
-    _require(ledger, learner)
+    ledger = _open_ledger(folder)
+    _require_ledger(ledger, learner)
     Ledger(folder).accept_moved_folder(learner)
     runs = ledger.list_entries(learner)
     spent = math.fsum(run.epsilon_spent for run in runs)
     text = (
-        f"{learner} goes on from {folder}: {pluralize(len(runs), 'run')}, ε {format_number(spent)} in all\n"
-        "What was sent after this copy was made is not in it. If it is a backup, charge that before the learner starts: "
+        f"{learner} continues from {folder}: {pluralize(len(runs), 'run')}, ε {format_number(spent)} in total\n"
+        "Messages that were sent after this copy was made are not in it. If it is a backup, charge them before the learner "
+        "starts: "
         f"sottovoce ledger --repair --state {folder} --learner {learner} --charge EPSILON"
     )
     (console or terminal.create_console()).print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`sottovoce policy`: what a learner's owner allows, and whether a run is within it."""
+"""`sottovoce policy`: show a learner owner's policy, and check a run against it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sottovoce_core.runs.run import Run, find_first_round_above
 
 
 def show_policy(path: Path | None, console: Console | None = None) -> None:
-    """Print a policy as YAML, with what each clause says.
+    """Print a policy as YAML, with a comment for each clause.
 
     Args:
-        path: its file; None: the default.
-        console: where to print (default: standard output).
+        path: Policy file; None: the default policy.
+        console: Console (default: standard output).
 
     Raises:
-        SpecError: it is no valid policy.
+        SpecError: The policy is invalid.
     """
     policy = Policy.load(path)
     (console or terminal.create_console()).out(policy.dump(), end="", highlight=False)
@@ -30,21 +30,21 @@ def show_policy(path: Path | None, console: Console | None = None) -> None:
 
 
 def check_policy(run: Run, n_features: int, policy: Policy, learner: int, console: Console | None = None) -> bool:
-    """Print every clause of a policy beside what a run asks for.
+    """Print every clause of a policy next to the value that a run requests.
 
     Args:
-        run: the run.
-        n_features: of a record.
-        policy: of the learner's owner.
-        learner: its index.
-        console: where to print (default: standard output).
+        run: Run to check.
+        n_features: Number of features of a record.
+        policy: Policy of the learner's owner.
+        learner: Index of the learner.
+        console: Console (default: standard output).
 
     Returns:
         Whether the learner would take part.
     """
     out = console or terminal.create_console()
     findings = policy.findings(run, n_features, learner)
-    table = terminal.create_table("clause", "allows", "the run asks for", "")
+    table = terminal.create_table("clause", "allows", "the run requests", "")
     for each in findings:
         table.add_row(
             each.clause, Text(each.allowed_value), Text(each.requested_value), "" if each.is_satisfied else "refused"
@@ -57,12 +57,12 @@ def check_policy(run: Run, n_features: int, policy: Policy, learner: int, consol
     stops = (
         _first_rounds_above(run, learner, {**limits, "privacy.budget": run.spec.get_budget(learner)}) if fits else {}
     )
-    told = [f"{format_number(limit)} in {what}" for what, limit in limits.items() if limit is not None]
-    if told and fits:
-        text = f"it stops where its ledger has reached epsilon {' or '.join(told)} (sottovoce ledger)"
+    limit_texts = [f"{format_number(limit)} in {scope}" for scope, limit in limits.items() if limit is not None]
+    if limit_texts and fits:
+        text = f"it stops when its ledger reaches epsilon {' or '.join(limit_texts)} (sottovoce ledger)"
         out.out(text, highlight=False)
-    for what, t in stops.items():
-        text = f"this run alone reaches {what}: it sends no message from round {t} of {run.spec.rounds} on (counted from 0)"
+    for limit_text, t in stops.items():
+        text = f"this run alone reaches {limit_text}: it sends no message from round {t} of {run.spec.rounds} on (counted from 0)"
         out.out(text, highlight=False)
     terminal.print_json_if_requested(
         lambda: {
@@ -85,13 +85,13 @@ def check_policy(run: Run, n_features: int, policy: Policy, learner: int, consol
 
 
 def _first_rounds_above(run: Run, learner: int, limits: Mapping[str, float | None]) -> dict[str, int]:
-    """The first round in which a run alone would exceed a limit of its learner, by what the limit is called."""
-    held = {what: limit for what, limit in limits.items() if limit is not None}
-    losses = run.planned_losses(learner, MAX_ACCOUNTED_ROUNDS) if held else None
+    """Find the first round in which a run alone exceeds each limit of its learner, by the description of the limit."""
+    finite = {scope: limit for scope, limit in limits.items() if limit is not None}
+    losses = run.planned_losses(learner, MAX_ACCOUNTED_ROUNDS) if finite else None
     if losses is None:
         return {}
     found = {
-        f"epsilon {format_number(limit)} in {what}": find_first_round_above(losses, limit)
-        for what, limit in held.items()
+        f"epsilon {format_number(limit)} in {scope}": find_first_round_above(losses, limit)
+        for scope, limit in finite.items()
     }
-    return {what: t for what, t in found.items() if t is not None}
+    return {text: t for text, t in found.items() if t is not None}

@@ -1,1 +1,1 @@
-"""Runs: started, fed, watched, summed up; on services or on the simulator."""
+"""Runs: start, feed, monitor and summarise them, on services or in the simulator."""

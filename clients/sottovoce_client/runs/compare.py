@@ -1,4 +1,4 @@
-"""`sottovoce compare`: several specs on the same data, in the simulator, side by side."""
+"""`sottovoce compare`: simulate several specs on the same data and show the results side by side."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HEADS = (
     "algorithm",
     "threat model",
     "ε, paper",
-    "ε per event",
+    "ε per record use",
     "ε per record",
     "accuracy",
     "average loss",
@@ -47,8 +47,8 @@ HEADS = (
     "rounds/s",
 )
 _TEXT_COLUMN_COUNT = 3
-"""So many columns are words, those after them numbers."""
-_SPARE = (
+"""Number of leading text columns; the others are numbers."""
+_OPTIONAL_COLUMNS = (
     "rounds/s",
     "floats sent",
     "threat model",
@@ -59,30 +59,32 @@ _SPARE = (
     "ε per record",
     "average loss",
 )
-"""Least needed first, where a terminal is narrow."""
+"""Columns that are omitted on a narrow terminal, the least needed first."""
 _PLOTS: tuple[tuple[str, str, Literal["number", "share"]], ...] = (
     ("average_loss", "average network loss", "number"),
     ("accuracy", "accuracy on held-out records", "share"),
     ("tracking_error", "tracking error", "number"),
     ("consensus_error", "consensus error", "number"),
 )
-"""Metrics that are drawn: their names, what the page calls them, and how their values are written."""
-_PAPER = ("spec", "algorithm", "ε per event", "ε per record", "accuracy", "average loss", "regret per round")
-"""Columns that a paper has room for."""
+"""Plotted metrics: name, title, and value format."""
+_PAPER = ("spec", "algorithm", "ε per record use", "ε per record", "accuracy", "average loss", "regret per round")
+"""Columns of the table exported for papers."""
 
 
 _Source = tuple[str, Callable[[], Experiment]]
-"""The name of a spec, and the function that loads it."""
+"""Name of a spec, and the function that loads it."""
 
 
 def list_file_sources(paths: Sequence[Path]) -> list[_Source]:
-    """Specs that lie in files."""
+    """Return the sources of spec files."""
     return [(str(path), partial(load, path)) for path in paths]
 
 
 def list_builtin_sources() -> list[_Source]:
-    """The specs of `field.yaml`: every algorithm on one problem."""
-    document = parse_yaml(files("sottovoce_client.runs").joinpath("field.yaml").read_text(encoding="utf-8"))
+    """Return the specs of `builtin_algorithms.yaml`: every algorithm on one problem."""
+    document = parse_yaml(
+        files("sottovoce_client.runs").joinpath("builtin_algorithms.yaml").read_text(encoding="utf-8")
+    )
     specs = [{**document["common"], **each} for each in document["runs"]]
     return [
         (each["name"], partial(Experiment.model_validate, each, context={"source": each["name"]})) for each in specs
@@ -90,7 +92,7 @@ def list_builtin_sources() -> list[_Source]:
 
 
 def make_spec_names(sources: Sequence[str]) -> list[str]:
-    """The name of each spec: its file's name, with its folders where two files have the same."""
+    """Return a name for each spec: the file's name, with its folders if two files have the same name."""
     stems = [Path(source).stem for source in sources]
     return [
         str(Path(source).with_suffix("")) if stems.count(name) > 1 else name
@@ -100,7 +102,7 @@ def make_spec_names(sources: Sequence[str]) -> list[str]:
 
 def compare_to_folder(
     sources: Sequence[_Source],
-    ready: Callable[[PreparedRun], object],
+    on_ready: Callable[[PreparedRun], object],
     folder: Path,
     *,
     replicas: int,
@@ -108,18 +110,18 @@ def compare_to_folder(
     export_formats: Sequence[str] = (),
     console: Console | None = None,
 ) -> int:
-    """Run all specs, print a table, and write the results, `compare.md` and `compare.html`, and files for papers.
+    """Run all specs, print a table, and write the results, `compare.md`, `compare.html`, and files for papers.
 
-    What cannot be run is said, and the others are run: the exit code is then 1; else 3 if the page or a file could not be made.
+    A spec that cannot be run is reported and skipped; the exit code is then 1. It is 3 if the page or a file cannot be written.
 
     Args:
-        sources: the specs. They must hold the same records out.
-        ready: is given each run before it is simulated.
-        folder: where results are written.
-        replicas: repetitions of each, which differ in their noise alone.
-        seed: of the noise, the same for each.
-        export: formats of files for papers.
-        console: where the table is printed.
+        sources: Specs, which must hold out the same records.
+        on_ready: Called with each run before it is simulated.
+        folder: Output folder.
+        replicas: Repetitions of each spec, which differ in their noise alone.
+        seed: Seed of the noise, the same for each spec.
+        export_formats: Formats of the files for papers.
+        console: Console of the table.
     """
     console = console or terminal.create_console()
     runs, failures, first, code = [], [], None, 0
@@ -129,10 +131,12 @@ def compare_to_folder(
             experiment = load_one()
             first = first or experiment
             _require_same_records(experiment.data, first.data)
-            with terminal.show_progress_bar(title := f"spec {k} of {len(sources)}, {source}") as say:
-                ready(experiment.prepared_run)
-                runs.append(simulate_and_measure(name, experiment, replicas, seed, partial(say, title, unit="rounds")))
-        except (SottovoceError, ArithmeticError, ValueError) as error:  # an algorithm of somebody else's may raise more
+            with terminal.show_progress_bar(title := f"spec {k} of {len(sources)}, {source}") as report:
+                on_ready(experiment.prepared_run)
+                runs.append(
+                    simulate_and_measure(name, experiment, replicas, seed, partial(report, title, unit="rounds"))
+                )
+        except (SottovoceError, ArithmeticError, ValueError) as error:  # user-defined algorithms may raise these
             failures.append({"spec": source, "error": str(error)})
             console.out(f"{source}: {error}", highlight=False, style="red" if console.is_terminal else None)
     if runs:
@@ -149,24 +153,24 @@ def compare_to_folder(
         paper = Table.from_rows(_PAPER, [[row[HEADS.index(head)] for head in _PAPER] for row in _rows(results)])
         files = partial(export_files, folder, export_formats, results, _figures(results), paper)
         code = terminal.attempt("a file of --export", files) or code
-        told = [{**asdict(each.facts), "metrics": get_final_metrics(each.curves)} for each in runs]
-        terminal.print_json_if_requested(lambda: {"folder": folder, "runs": told, "failures": failures})
+        documents = [{**asdict(each.facts), "metrics": get_final_metrics(each.curves)} for each in runs]
+        terminal.print_json_if_requested(lambda: {"folder": folder, "runs": documents, "failures": failures})
     return 1 if failures else code
 
 
 _RECORD_FIELDS = ("source", "schema", "label", "positive", "test_fraction", "scale", "intercept", "seed")
-"""Fields of `data` that choose the records and hold some of them out; who gets which, and when, may differ."""
+"""Fields of `data` that choose the records and hold some of them out; their distribution and order may differ."""
 
 
 def _require_same_records(data: DataSpec, first: DataSpec) -> None:
-    """Refuse specs that learn from, or hold out, other records than the first one.
+    """Require the same records, learned and held out, as in the first spec.
 
     Raises:
-        SpecError: these do.
+        SpecError: A field of `data` differs.
     """
     for field in _RECORD_FIELDS:
-        if (came := getattr(data, field)) != (wanted := getattr(first, field)):
-            raise SpecError(f"data.{field} must be that of the first spec, {wanted!r}, got {came!r}")
+        if (received := getattr(data, field)) != (wanted := getattr(first, field)):
+            raise SpecError(f"data.{field} must be that of the first spec, {wanted!r}, got {received!r}")
 
 
 def simulate_and_measure(
@@ -176,7 +180,7 @@ def simulate_and_measure(
     seed: int,
     progress: Callable[[int, int], None] = lambda done, rounds: None,
 ) -> Result:
-    """Simulate and measure one run; `progress` is told how many of how many rounds are done."""
+    """Simulate and measure one run; call `progress` with the completed rounds and all rounds."""
     run, data = experiment.run, experiment.records
     metrics, rounds, seconds = Metrics(run, data), simulate_rounds(run, data, SeededNoise(seed), replicas), 0.0
     while True:
@@ -191,7 +195,7 @@ def simulate_and_measure(
     return Result(collect_facts(experiment.prepared_run, name, rounds_per_s=rate), metrics.curves)
 
 
-# ---- showing ---------------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
 def _rows(results: Results) -> list[tuple[str, ...]]:
@@ -226,7 +230,11 @@ def _final(result: Result, name: str, factor: float = 1.0) -> str:
 
 def _print_table(results: Results, console: Console) -> None:
     table, left_out = terminal.fit_table(
-        console.width, HEADS, _rows(results), right_aligned=HEADS[_TEXT_COLUMN_COUNT:], optional_columns=_SPARE
+        console.width,
+        HEADS,
+        _rows(results),
+        right_aligned=HEADS[_TEXT_COLUMN_COUNT:],
+        optional_columns=_OPTIONAL_COLUMNS,
     )
     console.print(table)
     if left_out:
@@ -234,14 +242,14 @@ def _print_table(results: Results, console: Console) -> None:
 
 
 def format_markdown(results: Results) -> str:
-    """The table for a page of documentation."""
+    """Format the table as Markdown."""
     rule = ["---"] * _TEXT_COLUMN_COUNT + ["---:"] * (len(HEADS) - _TEXT_COLUMN_COUNT)
     rows = [HEADS, rule, *([escape_control(cell).replace("|", "\\|") for cell in row] for row in _rows(results))]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def make_compare_page(results: Results) -> Page:
-    """The table, and one figure per metric, a line per spec."""
+    """Build the page: the table, and one figure per metric with a line per spec."""
     figures = _figures(results)
     columns = [PageColumn(head, kind="text" if k < _TEXT_COLUMN_COUNT else "number") for k, head in enumerate(HEADS)]
     table = PageTable("results", "Algorithms side by side", columns, _rows(results))
@@ -267,25 +275,25 @@ def compare(
     replicas: int = 10,
     seed: int = 0,
 ) -> Results:
-    """Simulate several experiments that hold the same records out, and put what they came to side by side.
+    """Simulate several experiments that hold out the same records, and return their results side by side.
 
     Args:
-        experiments: by what they are called; or a list, each called by its own name. Paths are those of spec files.
-        replicas: repetitions of each, which differ in their noise alone.
-        seed: of the noise, the same for each.
+        experiments: Mapping from name to experiment; or a list, each under its own name. Paths are those of spec files.
+        replicas: Repetitions of each, which differ in their noise alone.
+        seed: Seed of the noise, the same for each.
 
     Returns:
-        A run per experiment. `summary()` has a row for each of them and each metric; `runs[k].facts` has what the k-th promises.
+        A run per experiment. `summary()` has a row for each run and metric; `runs[k].facts` has the guarantee of the k-th.
 
     Raises:
-        SpecError: names are not different, records are not the same, or one cannot be run as it is.
-        DataError: the data cannot be used.
+        SpecError: Names are not unique, records differ, or an experiment cannot be run.
+        DataError: The data cannot be used.
 
     >>> from sottovoce_core.experiment import Experiment
-    >>> loud = Experiment(rounds=5, learners=3, algorithm={"name": "ldp-dol", "sigma": 4.0})
-    >>> results = compare({"loud": loud, "quiet": loud.replace(**{"algorithm.sigma": 1.0})}, replicas=2)
+    >>> noisy = Experiment(rounds=5, learners=3, algorithm={"name": "ldp-dol", "sigma": 4.0})
+    >>> results = compare({"noisy": noisy, "precise": noisy.replace(**{"algorithm.sigma": 1.0})}, replicas=2)
     >>> [(run.facts.spec, round(run.facts.epsilon_record_use, 2)) for run in results.runs]
-    [('loud', 11.22), ('quiet', 44.9)]
+    [('noisy', 11.22), ('precise', 44.9)]
     """
     require_count("replicas", replicas)
     if isinstance(experiments, Mapping):

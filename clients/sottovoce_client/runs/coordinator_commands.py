@@ -1,4 +1,4 @@
-"""Runs that a coordinator knows: listed, shown, stopped, taken up again; and learners whose state folder is lost."""
+"""Commands for a coordinator's runs: list, show, stop, resume, reconfigure; and for learners that lost their state folder."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ T = TypeVar("T")
 
 
 async def list_runs(coordinator: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY) -> None:
-    """Print the runs, the newest first.
+    """Print the list of runs, the newest first.
 
     Raises:
-        SottovoceError: the coordinator cannot be reached.
+        SottovoceError: The coordinator is unreachable.
     """
     table = _table("run", "state", "started", "took", "rounds", "detail")
     for line in map(make_run_list_item, await get_all_runs(coordinator, credentials)):
         cells = line.state, format_time(line.started_at), _took(line), format_count(line.rounds_done)
-        table.add_row(_said(line.run_id), *cells, _said(line.detail))
+        table.add_row(_text(line.run_id), *cells, _text(line.detail))
     (console or terminal.create_console()).print(table if table.row_count else "no runs")
 
 
 async def get_run_documents(
     coordinator: str, run_id: str = "", credentials: Credentials = NO_IDENTITY
 ) -> list[dict[str, Any]]:
-    """Runs for programs, the newest first: all, or one of them.
+    """Return the JSON documents of all runs, the newest first, or of one.
 
     Raises:
-        SottovoceError: there is none of this name, or the coordinator cannot be reached.
+        SottovoceError: The run does not exist, or the coordinator is unreachable.
     """
     runs = [await get_run(coordinator, run_id, credentials)] if run_id else await get_all_runs(coordinator, credentials)
     return [_document(run) for run in runs]
@@ -66,7 +66,7 @@ async def get_run_documents(
 def _document(run: coordinator_pb2.Run) -> dict[str, Any]:
     line = make_run_list_item(run)
     return {
-        "run": run.run_id,
+        "run_id": run.run_id,
         "state": line.state,
         "detail": run.detail,
         "started": run.started_at.ToDatetime(UTC),
@@ -81,7 +81,9 @@ def _document(run: coordinator_pb2.Run) -> dict[str, Any]:
                 "state": LearnerStatus.from_wire(each.status).state.name.lower(),
                 "rounds_done": each.status.rounds_done,
                 "epsilon": each.status.epsilon_spent,
-                "away_since": each.disconnected_at.ToDatetime(UTC) if each.HasField("disconnected_at") else None,
+                "disconnected_since": each.disconnected_at.ToDatetime(UTC)
+                if each.HasField("disconnected_at")
+                else None,
             }
             for each in run.learners
         ],
@@ -91,15 +93,15 @@ def _document(run: coordinator_pb2.Run) -> dict[str, Any]:
 async def show_run(
     coordinator: str, run_id: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
 ) -> None:
-    """Print one run, and how its learners stand.
+    """Print one run, and the states of its learners.
 
     Raises:
-        SottovoceError: there is none of this name, or the coordinator cannot be reached.
+        SottovoceError: The run does not exist, or the coordinator is unreachable.
     """
     run = await get_run(coordinator, run_id, credentials)
     console, facts, line = console or terminal.create_console(), terminal.create_fact_grid(), make_run_list_item(run)
     planned = json.loads(run.spec)["rounds"]
-    told = {
+    rows = {
         "state": line.state,
         "detail": line.detail,
         "started": format_time(line.started_at),
@@ -107,54 +109,54 @@ async def show_run(
         "rounds": f"{format_count(line.rounds_done)}, no end planned"
         if planned is None
         else f"{format_count(line.rounds_done)} of {format_count(planned)}",
-        "misconduct": "\n".join(map(escape_control, describe_violations(run))),
+        "violations": "\n".join(map(escape_control, describe_violations(run))),
         "capture": "\n".join(map(escape_control, filter(None, (run.capture_location, run.capture_error)))),
     }
-    for name, text in told.items():
+    for name, text in rows.items():
         if text:
             facts.add_row(name, Text(text))
-    console.print(_said(run.run_id, style="bold"))
+    console.print(_text(run.run_id, style="bold"))
     console.print(facts)
-    console.print(_learners(run))
+    console.print(_learner_table(run))
 
 
 async def stop_run(
     coordinator: str, run_id: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
 ) -> None:
-    """End a run before its last round; of one that is over, say how it ended.
+    """Stop a run before its last round; if it has ended, print how.
 
     Raises:
-        SottovoceError: there is none of this name, or the coordinator cannot be reached.
+        SottovoceError: The run does not exist, or the coordinator is unreachable.
     """
     run = await get_run(coordinator, run_id, credentials)
-    was_over = run.HasField("ended_at")
-    if not was_over:
+    had_ended = run.HasField("ended_at")
+    if not had_ended:
         request = coordinator_pb2.StopRunRequest(run_id=run.run_id, reason=STOPPED_BY_OPERATOR)
         run = await call_service(coordinator, credentials, lambda stub: stub.StopRun(request, timeout=CALL_TIMEOUT_S))
     state = make_run_list_item(run).state
-    how = f"{state}: {run.detail}" if run.detail else state
-    line = f"run {run.run_id} is over ({how}): nothing is left to stop" if was_over else f"{run.run_id} {how}"
-    (console or terminal.create_console()).print(_said(line))
+    ending = f"{state}: {run.detail}" if run.detail else state
+    line = f"run {run.run_id} is over ({ending}): nothing is left to stop" if had_ended else f"{run.run_id} {ending}"
+    (console or terminal.create_console()).print(_text(line))
     terminal.print_json_if_requested(lambda: _document(run))
 
 
 async def resume_run(
     coordinator: str, run_id: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
 ) -> None:
-    """Take up a run that failed, and say what is not captured of it from now on.
+    """Resume a failed run, and print which traffic will not be captured.
 
     Raises:
-        SottovoceError: it did not fail, or a learner is, or was since, in another run; or the coordinator cannot be reached.
+        SottovoceError: The run did not fail, a learner was in another run since, or the coordinator is unreachable.
     """
     request = coordinator_pb2.ResumeRunRequest(run_id=run_id)
     run = await call_service(coordinator, credentials, lambda stub: stub.ResumeRun(request, timeout=RESUME_TIMEOUT_S))
     console = console or terminal.create_console()
     line = make_run_list_item(run)
-    console.print(_said(f"{line.run_id} {line.state} from round {format_count(line.rounds_done)} on"))
-    if away := [each.status.learner for each in run.learners if each.HasField("disconnected_at")]:
-        console.print(_said(f"waiting for {', '.join(away)}"))
+    console.print(_text(f"{line.run_id} {line.state} from round {format_count(line.rounds_done)} on"))
+    if disconnected := [each.status.learner for each in run.learners if each.HasField("disconnected_at")]:
+        console.print(_text(f"waiting for {', '.join(disconnected)}"))
     if run.capture_error:
-        console.print(_said(run.capture_error))
+        console.print(_text(run.capture_error))
     terminal.print_json_if_requested(lambda: _document(run))
 
 
@@ -167,10 +169,10 @@ async def reconfigure_run(
     *,
     joins: bool,
 ) -> None:
-    """Let a run under way go on without a learner; or let one that is away take part, if it `joins`.
+    """Let an active run continue without a learner; or let an offline learner take part, if it `joins`.
 
     Raises:
-        SottovoceError: it cannot; or the coordinator cannot be reached.
+        SottovoceError: The change is refused, or the coordinator is unreachable.
     """
     request = coordinator_pb2.JoinRunRequest if joins else coordinator_pb2.LeaveRunRequest
     wanted, method = request(run_id=run_id, learner=learner), "JoinRun" if joins else "LeaveRun"
@@ -178,41 +180,41 @@ async def reconfigure_run(
     run = await get_run(coordinator, run_id, credentials)
     for each in json.loads(run.spec).get("absences") or ():
         if each["learner"] == learner:
-            (console or terminal.create_console()).print(_said(describe_offline_interval(OfflineInterval(**each))))
+            (console or terminal.create_console()).print(_text(describe_offline_interval(OfflineInterval(**each))))
     terminal.print_json_if_requested(lambda: _document(run))
 
 
 async def rebind(
     coordinator: str, learner: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
 ) -> None:
-    """Let the next learner of this name in with whatever state folder it has.
+    """Let the next learner of this name join with any state folder.
 
     Raises:
-        SottovoceError: nobody of this name has joined, or it is here; or the coordinator cannot be reached.
+        SottovoceError: No learner of this name has joined, or it is connected; or the coordinator is unreachable.
     """
     request = coordinator_pb2.RebindLearnerRequest(learner=learner)
     await call_service(coordinator, credentials, lambda stub: stub.RebindLearner(request, timeout=CALL_TIMEOUT_S))
     (console or terminal.create_console()).print(
-        _said(f"{learner} may join with another state folder; what it spent before is not in that")
+        _text(f"{learner} may join with another state folder, which does not contain its earlier spending")
     )
     terminal.print_json_if_requested(lambda: {"learner": learner})
 
 
 async def get_run(coordinator: str, run_id: str, credentials: Credentials) -> coordinator_pb2.Run:
-    """Ask a coordinator for one run.
+    """Fetch one run from a coordinator.
 
     Raises:
-        SottovoceError: there is none of this name, or the coordinator cannot be reached.
+        SottovoceError: The run does not exist, or the coordinator is unreachable.
     """
     request = coordinator_pb2.GetRunRequest(run_id=run_id)
     return await call_service(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_TIMEOUT_S))
 
 
 async def get_all_runs(coordinator: str, credentials: Credentials) -> list[coordinator_pb2.Run]:
-    """The runs that a coordinator remembers, the newest first.
+    """Fetch all runs that a coordinator keeps, the newest first.
 
     Raises:
-        SottovoceError: it cannot be reached.
+        SottovoceError: It is unreachable.
     """
     runs: list[coordinator_pb2.Run] = []
     request = coordinator_pb2.ListRunsRequest()
@@ -233,37 +235,37 @@ _STUBS: Mapping[Role, Callable[[grpc.aio.Channel], Any]] = {
 async def call_service(
     address: str,
     credentials: Credentials,
-    ask: Callable[[Any], grpc.aio.UnaryUnaryCall[Any, T]],
+    make_call: Callable[[Any], grpc.aio.UnaryUnaryCall[Any, T]],
     role: Role = Role.COORDINATOR,
 ) -> T:
-    """What a coordinator or an eavesdropper answers to a call; if it is long in coming, it is said what is waited for.
+    """Call a coordinator or an eavesdropper and return the answer; print a notice if the call waits for something.
 
     Raises:
-        SottovoceError: it refuses, or cannot be reached.
+        SottovoceError: The call was refused, or the service is unreachable.
     """
-    async with open_channel(address, role, credentials=credentials) as to:
-        who = f"the {role} at {address}"
+    async with open_channel(address, role, credentials=credentials) as channel:
+        name = f"the {role} at {address}"
         try:
-            return await await_answer(ask(_STUBS[role](to)), to, who, terminal.print_notice)
+            return await await_answer(make_call(_STUBS[role](channel)), channel, name, terminal.print_notice)
         except grpc.aio.AioRpcError as error:
-            raise convert_status_error(error, who) from None
+            raise convert_status_error(error, name) from None
 
 
-def _learners(run: coordinator_pb2.Run) -> Table:
+def _learner_table(run: coordinator_pb2.Run) -> Table:
     table = _table("learner", "address", "state", "rounds", "ε spent")
     lost = {each["learner"] for each in json.loads(run.spec).get("absences") or () if each.get("unheard")}
     for each in run.learners:
         status = LearnerStatus.from_wire(each.status)
-        away = each.HasField("disconnected_at")
+        is_disconnected = each.HasField("disconnected_at")
         state = (
-            f"away since {format_time(each.disconnected_at.ToDatetime(UTC).timestamp())}"
-            if away
+            f"disconnected since {format_time(each.disconnected_at.ToDatetime(UTC).timestamp())}"
+            if is_disconnected
             else status.state.name.lower()
         )
         state = "lost" if status.learner in lost else state
         table.add_row(
-            _said(status.learner),
-            _said(each.address),
+            _text(status.learner),
+            _text(each.address),
             state,
             format_count(status.rounds_done),
             format_number(status.epsilon_spent),
@@ -271,8 +273,8 @@ def _learners(run: coordinator_pb2.Run) -> Table:
     return table
 
 
-def _said(text: str, style: str = "") -> Text:
-    """What a coordinator says: it may have it from others."""
+def _text(text: str, style: str = "") -> Text:
+    """Return text from a coordinator, which may contain text of other participants, with control characters escaped."""
     return Text(escape_control(text), style=style)
 
 
@@ -280,7 +282,7 @@ def _table(*heads: str) -> Table:
     table = terminal.create_table()
     for head in heads:
         justify: Literal["left", "right"] = "right" if head in ("rounds", "took", "ε spent") else "left"
-        table.add_column(head, overflow="fold", justify=justify, no_wrap=head == "run")  # an id is copied whole
+        table.add_column(head, overflow="fold", justify=justify, no_wrap=head == "run")  # an id must be copied in full
     return table
 
 

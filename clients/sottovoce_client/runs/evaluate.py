@@ -1,4 +1,4 @@
-"""What a run came to: accuracies, budgets, and the exact privacy loss of its capture."""
+"""Evaluation of a run: accuracies, budgets, and the exact privacy loss of its capture."""
 
 from __future__ import annotations
 
@@ -54,26 +54,30 @@ from sottovoce_rpc.logs import describe_reason
 
 _T = TypeVar("_T")
 _MAX_NAMED_GAPS = 10
-"""Gaps of a capture that are told."""
+"""Maximum number of capture gaps that are named."""
 
 
 def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = None) -> RunSummary:
-    """Gather everything that is shown and saved of a run.
+    """Compute everything that is shown and saved of a run.
 
     Args:
-        run: as it was prepared.
-        data: what its learners learned, and held-out records.
-        outcome: what it came to.
-        logs: the learners' state folder, where it is here: what they keep there says which live records they learned.
+        run: Run as it was prepared.
+        data: Records that its learners learned, and held-out records.
+        outcome: Outcome of the run.
+        logs: State folder of the learners, if it is on this machine; their logs give the learned live records.
     """
     parts = _Parts()
-    transcript, capture = parts.computed("what was captured", lambda: _overheard(run, outcome)) or (None, None)
-    took_part = [run.participation(i).end > 0 for i in range(run.spec.n_learners)]
-    predictions = [labels if part else None for labels, part in zip(outcome.predictions, took_part, strict=True)]
-    unasked = [labels is None for labels in predictions]
+    transcript, capture = parts.compute("the summary of the capture", lambda: _read_capture(run, outcome)) or (
+        None,
+        None,
+    )
+    participated = [run.participation(i).end > 0 for i in range(run.spec.n_learners)]
+    predictions = [
+        labels if participates else None for labels, participates in zip(outcome.predictions, participated, strict=True)
+    ]
+    missing = [labels is None for labels in predictions]
     measured = (
-        parts.computed("the accuracy of models", lambda: measure(run, data, outcome.statuses, transcript, unasked))
-        or {}
+        parts.compute("the accuracy of models", lambda: measure(run, data, outcome.statuses, transcript, missing)) or {}
     )
     for index, model in measured.items():
         predictions[index] = model.labels
@@ -82,14 +86,14 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
     if run.spec.data.is_live:
         known = None
         if logs is not None and transcript is not None:
-            known = parts.computed("which records came", lambda: _learned_by(logs, run, data, outcome.run_id))
+            known = parts.compute("the learned records", lambda: _load_learned_run(logs, run, data, outcome.run_id))
     learners = tuple(
-        _learner(run, known, outcome, transcript, i, accuracy, parts) for i, accuracy in enumerate(accuracies)
+        _summarise_learner(run, known, outcome, transcript, i, accuracy, parts) for i, accuracy in enumerate(accuracies)
     )
-    central = parts.computed("the accuracy of a central model", lambda: compute_central_accuracy(run, data))
+    central = parts.compute("the accuracy of a central model", lambda: compute_central_accuracy(run, data))
     costs = (
-        parts.computed(
-            "what publishing accuracies costs", lambda: describe_publication_cost(run, outcome.statuses, measured)
+        parts.compute(
+            "the cost of publishing accuracies", lambda: describe_publication_cost(run, outcome.statuses, measured)
         )
         or ""
     )
@@ -107,9 +111,9 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
         n_features=data.n_features,
         test_records=len(data.test_labels),
         edges=run.network.edges,
-        guarantee=_promise(run, outcome),
+        guarantee=_summarise_guarantee(run, outcome),
         learners=learners,
-        disagreement=_disagreement(predictions),
+        disagreement=_compute_disagreement(predictions),
         central_accuracy=central,
         capture=capture,
         warnings=tuple((finding.code, finding.text) for finding in run.warnings),
@@ -125,7 +129,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
         offline_intervals=tuple(map(describe_offline_interval, run.spec.absences)),
         missing_traffic=tuple(describe_missing_traffic(outcome)),
         violations=outcome.violations,
-        wiretap=_tapped(outcome),
+        wiretap=_read_wiretap(outcome),
         publication_cost=costs,
         failed_parts=tuple(parts.failed),
     )
@@ -133,37 +137,37 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Parts of a summary that are computed after the run, from its records and messages: the others stand without them.
+    """Parts of a summary that are computed after the run from records and messages; a failed part does not affect the others.
 
     Attributes:
-        failed: those that raised an error, and why.
+        failed: Parts that raised an error, and why.
     """
 
     failed: list[str] = field(default_factory=list)
 
-    def computed(self, what: str, compute: Callable[[], _T]) -> _T | None:
-        """A part; None where it cannot be computed."""
+    def compute(self, what: str, function: Callable[[], _T]) -> _T | None:
+        """Compute a part; None if it fails."""
         try:
-            return compute()
-        except Exception as error:  # noqa: BLE001 - losses and algorithms, a user's own too, may raise anything
+            return function()
+        except Exception as error:  # noqa: BLE001 - losses and algorithms, also user-defined ones, may raise any error
             self.failed.append(f"{what} could not be computed: {describe_reason(error)}")
             return None
 
 
 def find_one_way_edges(network: Network) -> tuple[tuple[int, int], ...]:
-    """Who speaks to whom and never hears it."""
-    heard = np.any([network.mixing(t).neighbour_weights > 0 for t in range(network.horizon)], axis=0)
-    return tuple((int(speaker), int(listener)) for speaker, listener in np.argwhere(heard.T & ~heard))
+    """Find the pairs of a sender and a receiver that are connected in this direction alone."""
+    is_receiving = np.any([network.mixing(t).neighbour_weights > 0 for t in range(network.horizon)], axis=0)
+    return tuple((int(sender), int(receiver)) for sender, receiver in np.argwhere(is_receiving.T & ~is_receiving))
 
 
 def compute_central_accuracy(run: Run, data: PlacedData) -> float | None:
-    """Accuracy on the held-out records of a non-private model of all records together, same loss, same ridge.
+    """Compute the accuracy on held-out records of a non-private model of all records together, with the same loss and ridge.
 
-    The plain hinge stands for the smoothed one, the logistic loss for its approximation and for a network. None without
-    held-out records, and for a loss of one's own.
+    The plain hinge loss replaces the smoothed one, the logistic loss replaces its approximation and a network. None without
+    held-out records, and for a user-defined loss.
     """
     from sklearn.exceptions import ConvergenceWarning
-    from sklearn.linear_model import LogisticRegression, RidgeLoss
+    from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.svm import LinearSVC
 
     if not len(data.test_labels):
@@ -175,15 +179,15 @@ def compute_central_accuracy(run: Run, data: PlacedData) -> float | None:
     test, _ = loss.enforce_bounds(data.test_features, np.zeros(len(data.test_labels)))
     strength = max(loss.ridge, 1e-9) * len(labels)
     if isinstance(loss, SquaredLoss):
-        scores = RidgeLoss(alpha=strength / 2, fit_intercept=False).fit(features, labels).predict(test)
+        scores = Ridge(alpha=strength / 2, fit_intercept=False).fit(features, labels).predict(test)
         return _accuracy(loss.classify(scores), data.test_labels)
     if isinstance(loss, HingeLoss | SmoothedHingeLoss):
-        cost = 1 / max(strength, 1e-4 * len(labels))  # with less of a ridge, the solver gets nowhere
+        cost = 1 / max(strength, 1e-4 * len(labels))  # with a smaller ridge, the solver does not converge
         model = LinearSVC(loss="hinge", C=cost, fit_intercept=False, max_iter=100_000, random_state=0)
     elif not isinstance(loss, LogisticLoss | PassGlmLoss | SoftmaxLoss | TorchLoss):
         return None
     else:
-        # Of two classes, scikit-learn learns the difference of their vectors: half the ridge of two vectors.
+        # With two classes, scikit-learn learns the difference of their vectors: half the ridge of two vectors.
         halved = isinstance(loss, SoftmaxLoss) and len(np.unique(labels)) == 2
         model = LogisticRegression(C=(2 if halved else 1) / strength, fit_intercept=False, max_iter=5_000)
     with warnings.catch_warnings():
@@ -192,10 +196,10 @@ def compute_central_accuracy(run: Run, data: PlacedData) -> float | None:
     return _accuracy(model.predict(test), data.test_labels)
 
 
-def _promise(run: Run, outcome: Outcome) -> GuaranteeSummary:
+def _summarise_guarantee(run: Run, outcome: Outcome) -> GuaranteeSummary:
     live = run.spec.data.is_live
-    said = max((1, *(status.rounds_committed for status in outcome.statuses)))
-    guarantee = promised_by(run.algorithm.accountant(0), said) if live else run.guarantee(0)
+    rounds = max((1, *(status.rounds_committed for status in outcome.statuses)))
+    guarantee = promised_by(run.algorithm.accountant(0), rounds) if live else run.guarantee(0)
     return GuaranteeSummary(
         algorithm=run.algorithm.name,
         threat_model=guarantee.basis.threat_model.value,
@@ -208,15 +212,15 @@ def _promise(run: Run, outcome: Outcome) -> GuaranteeSummary:
     )
 
 
-def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSummary | None]:
-    """The transcript of a capture; none when nothing was captured, or not even one whole round."""
-    if (capture := _opened(outcome)) is None:
+def _read_capture(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSummary | None]:
+    """Read the transcript of a capture; None if there is no capture, or no complete round in it."""
+    if (capture := _open(outcome)) is None:
         return None, None
     try:
         transcript = capture.read_transcript(run.field_shapes, run.spec.n_learners, run.network)
-    except (CaptureError, EquivocationError):  # the latter is noticed, too
+    except (CaptureError, EquivocationError):  # the latter is also detected online
         return None, None
-    heard = next(iter(transcript.fields.values()))[:, 0, 0]
+    values = next(iter(transcript.fields.values()))[:, 0, 0]
     messages, size = capture.count_messages()
     scales = [scale for t in range(transcript.rounds) if (scale := run.algorithm.noise_scale(0, t)) > 0]
     return transcript, CaptureSummary(
@@ -225,24 +229,24 @@ def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSu
         messages=messages,
         bytes=size,
         sender=run.spec.names[0],
-        sender_values=heard,
+        sender_values=values,
         first_scale=scales[0] if scales else 0.0,
         last_scale=scales[-1] if scales else 0.0,
         staleness=measure_staleness(transcript.fields[USED_ROUNDS_FIELD]) if run.has_bounded_staleness else None,
     )
 
 
-def _opened(outcome: Outcome) -> Capture | None:
-    """The capture of a run; None where there is none, or none that can be read here: it may lie on the eavesdropper's host."""
+def _open(outcome: Outcome) -> Capture | None:
+    """Open the capture of a run; None if there is none, or none readable here: it may be on the eavesdropper's host."""
     try:
         return None if outcome.capture_location is None else open_capture(outcome.capture_location)
     except CaptureError:
         return None
 
 
-def _tapped(outcome: Outcome) -> WiretapSummary | None:
-    """What a wiretap noted; None where there was none, or its capture cannot be read here."""
-    capture = _opened(outcome)
+def _read_wiretap(outcome: Outcome) -> WiretapSummary | None:
+    """Read the counts of a wiretap; None if there was none, or its capture cannot be read here."""
+    capture = _open(outcome)
     counts = None if capture is None else capture.ciphertext
     return (
         None
@@ -252,28 +256,28 @@ def _tapped(outcome: Outcome) -> WiretapSummary | None:
 
 
 def read_detections(outcome: Outcome) -> DetectionSummary | None:
-    """What the eavesdropper noticed in a run; None where there is no capture that can be read here."""
-    if (capture := _opened(outcome)) is None or "noticed_count" not in (facts := capture.metadata):
+    """Read the detections of the eavesdropper; None without a capture that can be read here."""
+    if (capture := _open(outcome)) is None or "noticed_count" not in (facts := capture.metadata):
         return None
     first = tuple(str(finding.get("text")) for finding in facts.get("noticed", ()) if isinstance(finding, dict))
     return DetectionSummary(facts["noticed_count"], first, facts.get("not_checked"))
 
 
 def describe_missing_traffic(outcome: Outcome) -> Iterator[str]:
-    """What the capture of a run lacks, a line on each."""
+    """Yield one line for each part that the capture lacks."""
     if outcome.capture_error:
         yield f"The capture is not complete: {outcome.capture_error}"
     gaps = list_capture_gaps(outcome)
-    if gaps and _tapped(outcome) is not None:
-        yield "The wiretap was started again in the run: the last that it noted before may be missing"
+    if gaps and _read_wiretap(outcome) is not None:
+        yield "The wiretap was restarted during the run: its last records before that may be missing"
     elif gaps:
         more = f"; and {len(gaps) - _MAX_NAMED_GAPS} more" if len(gaps) > _MAX_NAMED_GAPS else ""
         yield f"The capture has {pluralize(len(gaps), 'gap')}: {'; '.join(gaps[:_MAX_NAMED_GAPS])}{more}"
 
 
 def list_capture_gaps(outcome: Outcome) -> tuple[str, ...]:
-    """What is missing in the middle of a capture, in words; nothing where there is none that can be read here."""
-    if (capture := _opened(outcome)) is None:
+    """List the gaps inside a capture, in words; empty without a capture that can be read here."""
+    if (capture := _open(outcome)) is None:
         return ()
     gaps = [
         gap
@@ -287,7 +291,7 @@ def list_capture_gaps(outcome: Outcome) -> tuple[str, ...]:
     )
 
 
-def _learner(
+def _summarise_learner(
     run: Run,
     known: PreparedRun | None,
     outcome: Outcome,
@@ -296,26 +300,26 @@ def _learner(
     accuracy: float | None,
     parts: _Parts,
 ) -> LearnerSummary:
-    """One learner.
+    """Summarise one learner.
 
     Args:
-        run: as it was prepared.
-        known: the same, with what was learned; None: nobody knows that here.
-        outcome, transcript: of the run.
-        index: the learner's.
-        accuracy: on the held-out records.
-        parts: of the summary.
+        run: Run as it was prepared.
+        known: The run with the learned records; None: they are not available here.
+        outcome, transcript: Outcome and messages of the run.
+        index: Index of the learner.
+        accuracy: Accuracy on the held-out records.
+        parts: Parts of the summary.
     """
     status, live = outcome.statuses[index], run.spec.data.is_live
-    said, learned = status.rounds_committed, status.records - status.records_waiting
+    sent, learned = status.rounds_committed, status.records - status.records_waiting
     own = None if known is None else known.data.learners[index]
-    spent = _as_charged(run, outcome, index) if live or own is None else _planned(run, own, index)
-    swaps: tuple[ObservedPrivacyLoss | None, ObservedPrivacyLoss | None] = (None, None)
-    heard = 0 if transcript is None else transcript.count_complete_rounds(index, run.participation(index))
-    if known is not None and own is not None and transcript is not None and heard and len(own.order):
-        said_until = transcript.truncate(min(heard, own.rounds))
-        whose = f"the privacy loss of the messages of {run.spec.names[index]}"
-        swaps = parts.computed(whose, lambda: _swaps(known, said_until, index, spent.event)) or swaps
+    spent = _read_charged_cost(run, outcome, index) if live or own is None else _compute_planned_cost(run, own, index)
+    losses: tuple[ObservedPrivacyLoss | None, ObservedPrivacyLoss | None] = (None, None)
+    complete = 0 if transcript is None else transcript.count_complete_rounds(index, run.participation(index))
+    if known is not None and own is not None and transcript is not None and complete and len(own.order):
+        messages = transcript.truncate(min(complete, own.rounds))
+        part = f"the privacy loss of the messages of {run.spec.names[index]}"
+        losses = parts.compute(part, lambda: _compute_losses(known, messages, index, spent.record_use)) or losses
     return LearnerSummary(
         name=run.spec.names[index],
         records=learned if live or own is None else len(np.unique(own.order)),
@@ -328,73 +332,73 @@ def _learner(
         bytes=status.bytes_sent,
         epsilon_spent=status.epsilon_spent,
         epsilon_limit=status.epsilon_limit,
-        epsilon_paper=_last(spent.paper, said),
-        epsilon_record_use=_last(spent.event, said),
-        epsilon_record=_last(spent.record, said),
+        epsilon_paper=_last(spent.paper, sent),
+        epsilon_record_use=_last(spent.record_use, sent),
+        epsilon_record=_last(spent.record, sent),
         epsilon_infinite_horizon=spent.infinite_horizon,
         epsilon_paper_curve=spent.paper,
-        epsilon_record_use_curve=spent.event,
+        epsilon_record_use_curve=spent.record_use,
         epsilon_record_curve=spent.record,
-        record_use_loss=swaps[0],
-        record_loss=swaps[1],
+        record_use_loss=losses[0],
+        record_loss=losses[1],
         records_waiting=status.records_waiting,
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Spent:
-    """Cumulative epsilon of a learner, `(rounds,)`: by the paper, of one event, and of the dearest record in all of its uses."""
+class _Cost:
+    """Cumulative epsilon of a learner, `(rounds,)`: paper's formula, one record use, most expensive record in all its uses."""
 
     paper: FloatArray
-    event: FloatArray
+    record_use: FloatArray
     record: FloatArray
     infinite_horizon: float
 
 
-def _planned(run: Run, own: LearnerData, index: int) -> _Spent:
-    """By the records of all planned rounds."""
-    event = run.guarantee(index, np.diff(own.offsets))
+def _compute_planned_cost(run: Run, own: LearnerData, index: int) -> _Cost:
+    """Compute the cost from the records of all planned rounds."""
+    guarantee = run.guarantee(index, np.diff(own.offsets))
     losses = group_record_losses(run.algorithm.accountant(index), own, run.participation(index).end)
-    record = as_floats(np.cumsum(worst_case_record_losses(losses, event.round_losses)))
-    return _Spent(event.paper_epsilon, event.cumulative_epsilon, record, event.infinite_horizon_epsilon)
+    record = as_floats(np.cumsum(worst_case_record_losses(losses, guarantee.round_losses)))
+    return _Cost(guarantee.paper_epsilon, guarantee.cumulative_epsilon, record, guarantee.infinite_horizon_epsilon)
 
 
-def _as_charged(run: Run, outcome: Outcome, index: int) -> _Spent:
-    """By what a learner of live records said that it had spent, where it said so, and between that on a line.
+def _read_charged_cost(run: Run, outcome: Outcome, index: int) -> _Cost:
+    """Return the cost that a learner of live records reported, linearly interpolated between its reports.
 
-    Which records came, it alone knows; each is learned once.
+    The learner alone knows its records; each is learned once.
     """
     last = outcome.statuses[index]
-    looks = sorted({(look.rounds[index], look.epsilon[index]) for look in outcome.progress})
-    done, spent = zip(*looks, (last.rounds_committed, last.epsilon_spent), strict=True)
+    reports = sorted({(each.rounds[index], each.epsilon[index]) for each in outcome.progress})
+    done, spent = zip(*reports, (last.rounds_committed, last.epsilon_spent), strict=True)
     rounds = max(1, last.rounds_committed)
     charged = as_floats(np.maximum.accumulate(np.interp(np.arange(1, rounds + 1), done, spent)))
-    return _Spent(run.algorithm.accountant(index).paper_epsilon(rounds), charged, charged, math.inf)
+    return _Cost(run.algorithm.accountant(index).paper_epsilon(rounds), charged, charged, math.inf)
 
 
-def _swaps(
+def _compute_losses(
     known: PreparedRun, transcript: Transcript, index: int, spent: FloatArray
 ) -> tuple[ObservedPrivacyLoss | None, ObservedPrivacyLoss | None]:
-    """The most telling replacements of one use of a record, and of all uses of one."""
+    """Compute the loss under the worst replacement of one use of a record, and of all uses of one."""
     run, own = known.run, known.data.learners[index]
     counts, uses = np.diff(own.offsets), own.uses_by_round(int(own.order[0]))
-    event = run.guarantee(index, counts).cumulative_epsilon if run.spec.data.is_live else spent
+    record_use = run.guarantee(index, counts).cumulative_epsilon if run.spec.data.is_live else spent
     every = run.guarantee(index, counts, uses).cumulative_epsilon
     return (
-        _swap(run, transcript, known.data, index, event, every_use=False),
-        _swap(run, transcript, known.data, index, every, every_use=True),
+        _compute_loss(run, transcript, known.data, index, record_use, every_use=False),
+        _compute_loss(run, transcript, known.data, index, every, every_use=True),
     )
 
 
-def _swap(
+def _compute_loss(
     run: Run, transcript: Transcript, data: PlacedData, learner: int, claimed: FloatArray, *, every_use: bool
 ) -> ObservedPrivacyLoss | None:
     found = compute_worst_losses(run, transcript, data, learner, every_use=every_use)
     if found is None:
         return None
-    by_round = np.cumsum(found.realised_losses[:, 0, 0])
+    cumulative = np.cumsum(found.realised_losses[:, 0, 0])
     return ObservedPrivacyLoss(
-        abs(float(by_round[-1])), float(found.supremum[0, 0]), float(claimed[transcript.rounds - 1]), by_round
+        abs(float(cumulative[-1])), float(found.supremum[0, 0]), float(claimed[transcript.rounds - 1]), cumulative
     )
 
 
@@ -406,8 +410,8 @@ def _accuracy(predicted: FloatArray | None, labels: FloatArray) -> float | None:
     return None if predicted is None else float(np.mean(predicted == labels))
 
 
-def _disagreement(predictions: Sequence[FloatArray | None]) -> float | None:
-    """Largest share of records on which two learners differ."""
+def _compute_disagreement(predictions: Sequence[FloatArray | None]) -> float | None:
+    """Return the largest share of records on which two learners predict different labels."""
     known = [labels for labels in predictions if labels is not None]
     if len(known) < 2:
         return None
@@ -415,16 +419,16 @@ def _disagreement(predictions: Sequence[FloatArray | None]) -> float | None:
 
 
 MAX_CURVE_POINTS = 64
-"""Rounds after which a model is looked at, evenly over the run, or all of a shorter one."""
+"""Maximum number of rounds after which a model is measured, evenly spaced over the run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Measured:
-    """What a learner's model says of the held-out records.
+class _Measurement:
+    """Predictions of a learner's model on the held-out records.
 
     Attributes:
-        labels: `(test records,)`, after the last round, or the one before.
-        curve: rounds, and the accuracy after them.
+        labels: `(test records,)` labels after the last round, or the one before.
+        curve: Pairs of a round and the accuracy after it.
     """
 
     labels: FloatArray
@@ -437,38 +441,38 @@ def measure(
     statuses: Sequence[LearnerStatus],
     transcript: Transcript | None,
     wanted: Sequence[bool],
-) -> dict[int, _Measured]:
-    """Of those learners whose models follow from what is here, by index.
+) -> dict[int, _Measurement]:
+    """Measure the learners whose models follow from the capture and the records; return the measurements by index.
 
     Args:
-        run: that was overheard.
-        data: what its learners learned, and held-out records. Live ones are with their learners alone.
-        statuses: how far each learner is.
-        transcript: what they said; None: nobody knows it here.
-        wanted: for each learner, whether it is.
+        run: Captured run.
+        data: Records that its learners learned, and held-out records. Live ones are known to their learners alone.
+        statuses: Statuses of the learners.
+        transcript: Messages; None: not available here.
+        wanted: Whether each learner is to be measured.
     """
     if transcript is None or run.spec.data.is_live or not len(data.test_labels):
         return {}
     indices = [i for i, each in enumerate(wanted) if each and statuses[i].rounds_done]
-    found = {i: _measured(run, data, transcript, i, statuses[i].rounds_done) for i in indices}
+    found = {i: _measure_learner(run, data, transcript, i, statuses[i].rounds_done) for i in indices}
     return {i: each for i, each in found.items() if each is not None}
 
 
-def _measured(run: Run, data: PlacedData, transcript: Transcript, index: int, done: int) -> _Measured | None:
-    """None: what is known of its models ends before the last round but one."""
-    looks = {int(k) for k in np.rint(np.linspace(0, done - 1, min(done, MAX_CURVE_POINTS)))} | {done - 2}
+def _measure_learner(run: Run, data: PlacedData, transcript: Transcript, index: int, done: int) -> _Measurement | None:
+    """Measure one learner; None if its known models end before the last round but one."""
+    checkpoints = {int(k) for k in np.rint(np.linspace(0, done - 1, min(done, MAX_CURVE_POINTS)))} | {done - 2}
     curve, labels, rounds = list[tuple[int, float]](), None, 0
     for k, machine in enumerate(iterate_replay(run, transcript, index, data.learners[index])):
         rounds = k + 1
-        if k in looks:
+        if k in checkpoints:
             labels = run.loss.classify(run.loss.predict(machine.model[0, 0], data.test_features))
             curve.append((rounds, float(np.mean(labels == data.test_labels))))
-    return None if labels is None or rounds < done - 1 else _Measured(labels, tuple(curve))
+    return None if labels is None or rounds < done - 1 else _Measurement(labels, tuple(curve))
 
 
-def describe_publication_cost(run: Run, statuses: Sequence[LearnerStatus], measured: Mapping[int, _Measured]) -> str:
-    """What publishing it costs: of the model that costs most, in words; empty where nothing was measured."""
-    told = [
+def describe_publication_cost(run: Run, statuses: Sequence[LearnerStatus], measured: Mapping[int, _Measurement]) -> str:
+    """Describe the cost of publishing measured accuracies, of the model that costs most; empty if none was measured."""
+    costs = [
         assess_publication(
             run,
             i,
@@ -478,24 +482,24 @@ def describe_publication_cost(run: Run, statuses: Sequence[LearnerStatus], measu
         )
         for i, each in measured.items()
     ]
-    return max(told, key=lambda each: (not each.is_protected, each.epsilon)).text if told else ""
+    return max(costs, key=lambda each: (not each.is_protected, each.epsilon)).text if costs else ""
 
 
 MAX_ROUNDS_IN_MEMORY = 100_000
-"""Rounds whose records are held in memory."""
+"""Maximum number of rounds whose records are held in memory."""
 
 
-def _learned_by(logs: Path, run: Run, data: PlacedData, run_id: str) -> PreparedRun | None:
-    """A run of live records as if it had been planned: what its learners have learned, by their logs.
+def _load_learned_run(logs: Path, run: Run, data: PlacedData, run_id: str) -> PreparedRun | None:
+    """Load a run of live records as if it had been planned, with the records from the learners' logs.
 
     Args:
-        logs: their state folder.
-        run: as it was prepared.
-        data: its held-out records.
-        run_id: its number.
+        logs: State folder of the learners.
+        run: Run as it was prepared.
+        data: Held-out records of the run.
+        run_id: Id of the run.
 
     Returns:
-        The rounds that all of them have learned; None where a log was not kept, or there are more than `MOST_ROUNDS`.
+        Rounds that all of them have learned; None if a log was not kept, or there are more than `MAX_ROUNDS_IN_MEMORY`.
     """
     spec, n_features = run.spec, data.n_features
     if set(spec.names) - set(find_learners(logs, run_id)):
@@ -506,13 +510,13 @@ def _learned_by(logs: Path, run: Run, data: PlacedData, run_id: str) -> Prepared
     rounds = min(each.known_rounds for each in found)
     if not 0 < rounds <= MAX_ROUNDS_IN_MEMORY:
         return None
-    learners = tuple(_as_data([each.batch(t) for t in range(rounds)]) for each in found)
+    learners = tuple(_join_batches([each.batch(t) for t in range(rounds)]) for each in found)
     return PreparedRun(
         build_run(spec.model_copy(update={"rounds": rounds}), n_features), replace(data, learners=learners)
     )
 
 
-def _as_data(batches: Sequence[Batch]) -> LearnerData:
+def _join_batches(batches: Sequence[Batch]) -> LearnerData:
     features, labels = (
         np.concatenate(parts) for parts in zip(*((each.features, each.labels) for each in batches), strict=True)
     )

@@ -1,7 +1,7 @@
-"""All services of a run on this machine, each its own process; nothing outlives whoever started them.
+"""Local services of a run, each in its own process, which all end with the command that started them.
 
-Every process is told to stop when its standard input ends, so even a killed parent leaves none behind. What a process says
-goes to a log file; its first line on standard output tells where it listens.
+A process stops when its standard input ends, so that a killed parent leaves none behind. Its log goes to a file; its first
+line on standard output announces its address.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.tasks import Tasks
 
 _START_TIMEOUT_S = 300.0
-"""A guard against a service that hangs, not a promise: one that dies is noticed at once, whatever the machine has to do."""
+"""Time limit for a service that hangs, generous for slow machines: one that dies is detected at once."""
 _OPERATOR = "operator-local"
-LEARNER_STATE_FOLDER = "journals"
-"""State folder of the learners, in that of the services."""
+LEARNER_STATE_FOLDER = "learner-state"
+"""Name of the folder that holds the state of the learners."""
 _STOP_TIMEOUT_S = 3.5
-"""How long a service may take to end; an eavesdropper also writes what it holds."""
+"""Maximum seconds for a service to end; an eavesdropper also writes its buffer."""
 
 
 @dataclass(slots=True)
 class _Process:
-    """A running service."""
+    """Running service process."""
 
     name: str
     child: asyncio.subprocess.Process
     log: Path
     stop_s: float = _STOP_TIMEOUT_S
     addresses: dict[str, str] = field(default_factory=dict)
-    """Where what it serves listens, by the name that it announced."""
+    """Addresses of what it serves, by the names that it announced."""
 
     async def end(self) -> None:
-        """Tell it to stop, and wait; after `stop_s` it is killed."""
+        """Stop the process, and kill it after `stop_s` seconds."""
         if self.child.returncode is None:
             self.child.send_signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
@@ -60,32 +60,32 @@ class _Process:
         await self.child.wait()
 
     def kill(self) -> None:
-        """Unless it has ended."""
+        """Kill the process if it is running."""
         if self.child.returncode is None:
             self.child.kill()
 
-    def last_words(self) -> str:
-        """The last line of its log."""
+    def read_last_log_line(self) -> str:
+        """Return the last line of its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "its log is empty"
 
 
 class LocalServices:
-    """A coordinator, learners and (for captured runs) an eavesdropper, as child processes. Use it in `async with`.
+    """Coordinator, learners and (for captured runs) an eavesdropper as child processes. Use it in `async with`.
 
     Args:
-        spec: the run.
-        folder: for journals, captures and logs.
-        per_process: learners in one process.
-        noise: a file of recorded noise, for tests.
-        tls: whether channels are encrypted, with an authority made for these services.
-        keep_log: learners keep their logs.
+        spec: Run spec.
+        folder: Folder for learner state, captures and logs.
+        learners_per_process: Learners in one process.
+        recorded_noise: File of recorded noise, for tests.
+        tls: Whether channels are encrypted, with an authority made for these services.
+        keep_log: Whether learners keep their logs.
 
     Attributes:
-        spec: the run.
-        coordinator: its address.
-        eavesdropper: its address; empty where nobody listens.
-        credentials: of an operator, who may also feed the learners.
+        spec: Run spec.
+        coordinator: Address of the coordinator.
+        eavesdropper: Address of the eavesdropper; empty: none.
+        credentials: Credentials of an operator, who may also feed the learners.
     """
 
     def __init__(
@@ -118,15 +118,16 @@ class LocalServices:
         await self.stop()
 
     async def wait_for_exit(self) -> str:
-        """Wait for a service to die by itself; says which, and how."""
+        """Wait until a service exits by itself; return a description of it."""
         async with Tasks() as tasks:
             waits = {tasks.start(process.child.wait()): process for process in self._processes}
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         process = waits[done.pop()]
-        return f"{process.name} (process {process.child.pid}) died, {_how(process.child.returncode)}; its log is {process.log}"
+        how = _describe_exit(process.child.returncode)
+        return f"{process.name} (process {process.child.pid}) died, {how}; its log is {process.log}"
 
     async def stop(self) -> None:
-        """Tell all to stop; who has not in its time is killed. The coordinator first: its last word reaches the learners."""
+        """Stop all services and kill those that do not end in time. The coordinator, which still sends to learners, is first."""
         first = [process for process in self._processes if process.name == "coordinator"]
         try:
             for group in (first, self._processes):
@@ -135,12 +136,12 @@ class LocalServices:
             for process in self._processes:
                 process.kill()
             self._processes.clear()
-            if self._identities is not None:  # keys of nobody any more
+            if self._identities is not None:  # keys that are not used any more
                 await asyncio.to_thread(shutil.rmtree, self._identities, ignore_errors=True)
 
     @property
     def description(self) -> str:
-        """The services that are started, in words."""
+        """Description of the services, in words."""
         learners, processes = self.spec.n_learners, -(-self.spec.n_learners // self._per_process)
         hosts = f" in {processes} {'process' if processes == 1 else 'processes'}" if processes < learners else ""
         eavesdropper = "" if self.spec.capture == "none" else ", an eavesdropper"
@@ -148,7 +149,7 @@ class LocalServices:
 
     @property
     def learner_addresses(self) -> dict[str, str]:
-        """Where each learner listens."""
+        """Address of each learner, by name."""
         known = {name: address for process in self._processes for name, address in process.addresses.items()}
         return {name: known[name] for name in self.spec.names}
 
@@ -162,18 +163,26 @@ class LocalServices:
                 shutil.copy, self._identities / _OPERATOR / AUTHORITIES_FILE, self._folder / AUTHORITIES_FILE
             )
             self.credentials = Credentials(self._identities / _OPERATOR)
-        more: list[str] = []
+        eavesdropper_options: list[str] = []
         if self.spec.capture != "none":
             captures = str(self._folder / "captures")
             eavesdropper = await self._start(
-                "eavesdropper", ["eavesdropper", *self._imports, *self._as("eavesdropper-local"), "--folder", captures]
+                "eavesdropper",
+                [
+                    "eavesdropper",
+                    *self._imports,
+                    *self._identity_options("eavesdropper-local"),
+                    "--folder",
+                    captures,
+                ],
             )
-            self.eavesdropper = await self._announced(eavesdropper)
-            more = ["--eavesdropper", self.eavesdropper]
+            self.eavesdropper = await self._read_address(eavesdropper)
+            eavesdropper_options = ["--eavesdropper", self.eavesdropper]
         coordinator = await self._start(
-            "coordinator", ["coordinator", *self._imports, *self._as("coordinator-local"), *more]
+            "coordinator",
+            ["coordinator", *self._imports, *self._identity_options("coordinator-local"), *eavesdropper_options],
         )
-        self.coordinator = await self._announced(coordinator)
+        self.coordinator = await self._read_address(coordinator)
         policy = Policy.from_spec(self.spec).dump()
         await asyncio.to_thread(self._policy.write_text, policy, encoding="utf-8")
         names = self.spec.names
@@ -181,26 +190,26 @@ class LocalServices:
         learners = [await self._start(group[0], self._learner_command(group)) for group in groups]
         for process, group in zip(learners, groups, strict=True):
             for _ in group:
-                await self._announced(process)
+                await self._read_address(process)
 
-    def _as(self, identity: str) -> list[str]:
-        """The option by which a service has an identity, or the folder where each of its learners finds its own."""
+    def _identity_options(self, identity: str) -> list[str]:
+        """Return the options that name a service's identity, or the folder of the identities of its learners."""
         return [] if self._identities is None else ["--identity", str(self._identities / identity)]
 
     @property
     def _policy(self) -> Path:
-        """What the learners go by: this very spec, for others on this machine could start a run, too."""
+        """Policy file of the learners: it accepts this spec alone, because other users of this machine could start a run."""
         return self._folder / "logs" / "policy.yaml"
 
     @property
     def _imports(self) -> list[str]:
-        """Leave to import code, only where this very spec needs it."""
+        """Option that permits imports, only if this spec needs them."""
         return ["--allow-imports"] if find_first_import(self.spec.model_dump(mode="json")) else []
 
     def _learner_command(self, names: Sequence[str]) -> list[str]:
         command = ["learner", "--coordinator", self.coordinator, "--state", str(self._folder / LEARNER_STATE_FOLDER)]
         command += ["--policy", str(self._policy), *self._imports]
-        command += self._as(f"learner-{names[0]}" if len(names) == 1 else "")
+        command += self._identity_options(f"learner-{names[0]}" if len(names) == 1 else "")
         if self._identities is not None:
             command += ["--owner", _OPERATOR.replace("-", "/")]
         for name in names:
@@ -226,53 +235,53 @@ class LocalServices:
                 stderr=log,
                 env={
                     name: value for name, value in os.environ.items() if name != "SOTTOVOCE_METRICS"
-                },  # one port, many services
+                },  # one port cannot serve several services
                 start_new_session=True,  # Ctrl-C is for the parent, which stops its children in order
             )
         process = _Process(name, child, path, _STOP_TIMEOUT_S + (DRAIN_TIMEOUT_S if name == "eavesdropper" else 0.0))
         self._processes.append(process)
         return process
 
-    async def _announced(self, process: _Process) -> str:
-        """Read where a process listens."""
-        said = process.child.stdout
+    async def _read_address(self, process: _Process) -> str:
+        """Read the address that a process announces."""
+        stdout = process.child.stdout
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                line = await said.readline() if said else b""
+                line = await stdout.readline() if stdout else b""
         except TimeoutError:
             raise Unavailable(
                 f"{process.name} did not start within {_START_TIMEOUT_S:g} s; see {process.log}"
             ) from None
         if not line:
             await process.child.wait()
-            raise Unavailable(f"{process.name} did not start: {process.last_words()}")
+            raise Unavailable(f"{process.name} did not start: {process.read_last_log_line()}")
         facts = json.loads(line)
         process.addresses[facts.get("name", process.name)] = facts["address"]
         return str(facts["address"])
 
 
 def issue_local_identities(folder: Path, names: Sequence[str]) -> None:
-    """An authority, and an identity for each service of a run on this machine, in folders such as `learner-NAME`.
+    """Create an authority, and an identity for each service of a local run, in folders such as `learner-NAME`.
 
     Args:
-        folder: that gets them.
-        names: of the learners.
+        folder: Folder for them.
+        names: Names of the learners.
 
     Raises:
-        SpecError: they are of several trust domains.
+        SpecError: The learners belong to other trust domains.
     """
     if foreign := [name for name in names if "@" in name]:
         raise SpecError(
-            f"encrypted channels on this machine must be of learners of one trust domain, got {foreign[0]!r}: leave --tls out, "
-            "or the domains out of the names of learners"
+            f"encrypted channels on this machine need learners of one trust domain, got {foreign[0]!r}: omit --tls, "
+            "or remove the domains from the names of learners"
         )
     authority = Authority.init(folder / "authority", "local")
     learners = (f"learner/{name}" for name in names)
-    for whom in ("coordinator/local", "eavesdropper/local", "operator/local", *learners):
-        authority.issue(whom, folder / whom.replace("/", "-", 1))
+    for principal in ("coordinator/local", "eavesdropper/local", "operator/local", *learners):
+        authority.issue(principal, folder / principal.replace("/", "-", 1))
 
 
-def _how(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"

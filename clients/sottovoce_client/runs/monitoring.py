@@ -1,4 +1,4 @@
-"""The model of a run under observation: its plan, what its services report, and the view that `status` and the console show."""
+"""Model of an observed run: its plan, the reports of its services, and the view that `status` and the console show."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from sottovoce_rpc.specs import document_from_wire
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2
 
 _MAX_SCANNED_ROUNDS = 64
-"""Of a network that changes more often, every edge is taken to lead both ways."""
+"""Maximum number of rounds searched for directed edges; a longer period is assumed to use every edge in both directions."""
 DirectedEdge = tuple[int, int]
-"""From whom to whom: indices of learners."""
+"""Index of the sender and index of the receiver."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What is known of a run from its spec; code that it names is not imported.
+    """Facts about a run that its spec gives. Code that the spec names is not imported.
 
     Attributes:
-        name: of the run.
-        rounds: planned; None: no end is.
-        algorithm: by name.
-        learners: names.
-        ways: who says something to whom; empty where only code of the run could tell.
-        capture: how it is overheard: `none`, `relay`, `mirror` or `wiretap`.
-        clock: its mode.
-        period_s: of a round, where the clock paces them.
-        live: whether records come while it goes on.
-        lost: names of learners that the run goes on without.
+        name: Name of the run.
+        rounds: Planned rounds; None: unbounded.
+        algorithm: Name of the algorithm.
+        learners: Names of the learners.
+        directed_edges: Sender and receiver of every channel; empty if only the run's own code can compute them.
+        capture: Capture mode: `none`, `relay`, `mirror` or `wiretap`.
+        clock: Mode of the clock.
+        period_s: Seconds of a round, if the clock paces rounds.
+        is_live: Whether records arrive during the run.
+        lost_learners: Names of the learners that the run continues without.
     """
 
     name: str
@@ -57,24 +57,24 @@ class RunPlan:
 
 
 def parse_plan(spec: str) -> RunPlan:
-    """Read a spec as it crosses the wire.
+    """Parse a spec as it is sent on the wire.
 
     Raises:
-        SpecError: it is not JSON, of a format that is none, or of a version that says things otherwise.
+        SpecError: It is not valid JSON, or its format or version is not supported.
     """
     return parse_plan_document(document_from_wire(spec))
 
 
 def parse_plan_document(document: Any) -> RunPlan:
-    """Read a spec as YAML or JSON gives it.
+    """Parse a spec document, read from YAML or JSON.
 
     Raises:
-        SpecError: it is of a version that says things otherwise.
+        SpecError: Its version is not supported.
     """
     try:
         return _plan(document)
     except (LookupError, TypeError, ValueError, AttributeError):
-        raise SpecError("the run's spec is of a version that this one cannot read") from None
+        raise SpecError("the run's spec must have a format that this version can read: update this program") from None
 
 
 def _plan(document: Any) -> RunPlan:
@@ -98,7 +98,7 @@ def _plan(document: Any) -> RunPlan:
 def _ways(
     document: Mapping[str, Any], names: tuple[str, ...], absences: tuple[OfflineInterval, ...]
 ) -> tuple[DirectedEdge, ...]:
-    """Who says something to whom in any round."""
+    """Return the channels that are used in at least one round."""
     try:
         topology = Topology.model_validate(document.get("topology") or {})
         network = topology.build_network(
@@ -106,59 +106,59 @@ def _ways(
         )
         if network.horizon > _MAX_SCANNED_ROUNDS:
             return tuple(way for i, j in network.edges for way in ((i, j), (j, i)))
-        heard = np.any([network.mixing(t).neighbour_weights > 0 for t in range(network.horizon)], axis=0)
-    except (SottovoceError, ValidationError):  # a graph of one's own, which only its code could tell
+        is_receiving = np.any([network.mixing(t).neighbour_weights > 0 for t in range(network.horizon)], axis=0)
+    except (SottovoceError, ValidationError):  # a custom graph, known to its code alone
         return ()
-    return tuple((int(speaker), int(listener)) for speaker, listener in np.argwhere(heard.T))
+    return tuple((int(sender), int(receiver)) for sender, receiver in np.argwhere(is_receiving.T))
 
 
 RATE_WINDOW_S, RATE_WINDOW_ROUNDS = 10.0, 5
-"""Rates are of so many seconds, or paced rounds: slow enough to read, and quick enough to see that something stopped."""
+"""Window of a rate, in seconds and in paced rounds: long enough to be readable, short enough to show a stop."""
 MAX_OBSERVATIONS = 180
-"""Looks at a run that are remembered: three minutes."""
+"""Maximum number of observations that are kept: three minutes."""
 _ENDED_STATES = (LearnerState.FINISHED, LearnerState.STOPPED)
 NEAR_LIMIT_FRACTION = 0.9
-"""A learner that has spent such a share of its limit is told of, where it goes on spending."""
+"""Fraction of the epsilon limit above which a learner that is still spending gets a warning."""
 MessageCount = tuple[int, int]
-"""Messages, and their bytes."""
+"""Number of messages, and their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunObservation:
-    """One look at a run; lists are by index.
+    """Observation of a run at one time; lists are by index.
 
     Attributes:
-        at: seconds, by a clock that never goes back.
-        statuses: of the learners.
-        addresses: where each listens.
-        away_since: Unix time since which a learner is gone; None: it is there.
-        heard: what the eavesdropper counted on every way; None: there is none, or it does not tell.
+        observed_at_s: Seconds of a monotonic clock.
+        statuses: Statuses of the learners.
+        addresses: Addresses of the learners.
+        disconnected_since: Unix time since which each learner is disconnected; None: connected.
+        channel_traffic: Messages that the eavesdropper counted on every channel; None: not available.
     """
 
     observed_at_s: float
     statuses: tuple[LearnerStatus, ...]
     addresses: tuple[str, ...] = ()
-    away_since: tuple[float | None, ...] = ()
+    disconnected_since: tuple[float | None, ...] = ()
     channel_traffic: Mapping[DirectedEdge, MessageCount] | None = None
 
     @property
     def rounds_done(self) -> int:
-        """Rounds that all learners have done who have more to do."""
+        """Minimum number of completed rounds over the learners that have not ended."""
         busy = [each for each in self.statuses if each.state not in _ENDED_STATES] or self.statuses
         return min((each.rounds_done for each in busy), default=0)
 
 
-# ---- what is shown -----------------------------------------------------------------------------------------------------
+# ---- views -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerView:
-    """A row of the table: rates are a second's; None is what is not known, or has no limit."""
+    """Row of the table of learners. Rates are per second; None: unknown, or no limit."""
 
     name: str
     address: str
     state: str
-    away_since: float | None
+    disconnected_since: float | None
     rounds_done: int
     epsilon: float
     epsilon_limit: float | None
@@ -173,7 +173,7 @@ class LearnerView:
 
 @dataclass(frozen=True, slots=True)
 class EdgeView:
-    """An edge: messages and bytes a second in both ways, and messages so far."""
+    """Edge with its messages and bytes per second in both directions, and its messages so far."""
 
     a: int
     b: int
@@ -186,14 +186,14 @@ class EdgeView:
 
 @dataclass(frozen=True, slots=True)
 class RunListItem:
-    """A run in the list, as its coordinator says; times are Unix times.
+    """Row of the list of runs, as the coordinator reports it; times are Unix times.
 
     Attributes:
-        run_id: its id.
-        state, detail: in a word, and why it ended.
-        started, ended: None: not yet.
-        round: rounds that all learners have done.
-        notices: what learners noticed of each other, and what went wrong with the capture.
+        run_id: Id of the run.
+        state, detail: State in one word, and why the run ended.
+        started_at, ended_at: Start and end; None: not ended.
+        rounds_done: Rounds that all learners have completed.
+        warnings: Reported violations, and errors of the capture.
     """
 
     run_id: str
@@ -207,7 +207,7 @@ class RunListItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView(RunListItem):
-    """One run, with its graph."""
+    """Run with its graph."""
 
     name: str
     algorithm: str
@@ -226,7 +226,7 @@ class RunView(RunListItem):
 
 @dataclass(frozen=True, slots=True)
 class CaptureListItem:
-    """A capture in the list; `path` leads to its facts where they can be opened, else it is empty."""
+    """Row of the list of captures; `path` leads to its facts if they can be opened, else it is empty."""
 
     name: str
     run_id: str
@@ -238,21 +238,21 @@ class CaptureListItem:
     modified: float = 0.0
 
 
-# ---- how it is made ----------------------------------------------------------------------------------------------------
+# ---- construction of views ---------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class RunHistory:
-    """The last looks at a run."""
+    """Last observations of a run."""
 
     observations: deque[RunObservation] = field(default_factory=lambda: deque(maxlen=MAX_OBSERVATIONS))
 
-    def add(self, look: RunObservation) -> None:
-        """One more."""
-        self.observations.append(look)
+    def add(self, observation: RunObservation) -> None:
+        """Append an observation."""
+        self.observations.append(observation)
 
     def find_baseline(self, window_s: float) -> RunObservation | None:
-        """What to compare the last look with: the first one within the window; None: there is none."""
+        """Return the first observation within the window, for comparison with the last one; None if there is no earlier one."""
         now = self.observations[-1].observed_at_s
         within = (each for each in self.observations if now - each.observed_at_s <= window_s)
         found = next(within)
@@ -260,7 +260,7 @@ class RunHistory:
 
     @property
     def recent_rates(self) -> tuple[float, ...]:
-        """Rounds a second between looks."""
+        """Rounds per second between consecutive observations."""
         pairs = zip(list(self.observations)[:-1], list(self.observations)[1:], strict=True)
         return tuple(
             max(0.0, round((b.rounds_done - a.rounds_done) / (b.observed_at_s - a.observed_at_s), 3))
@@ -270,17 +270,17 @@ class RunHistory:
 
 
 def choose_run(runs: Sequence[RunListItem]) -> str:
-    """The run to look at where nobody says which: under way before others, then the newest; empty: there is none.
+    """Return the id of the default run: the newest active run, else the newest run; empty if there is none.
 
     Args:
-        runs: the newest first.
+        runs: Runs, the newest first.
     """
-    under_way = [each.run_id for each in runs if each.ended_at is None]
-    return next(iter([*under_way, *(each.run_id for each in runs)]), "")
+    active = [each.run_id for each in runs if each.ended_at is None]
+    return next(iter([*active, *(each.run_id for each in runs)]), "")
 
 
-def make_run_view(course: RunListItem, plan: RunPlan, history: RunHistory) -> RunView:
-    """A run, of what its coordinator said now and before."""
+def make_run_view(item: RunListItem, plan: RunPlan, history: RunHistory) -> RunView:
+    """Build the view of a run from its row, its plan and its observations."""
     now, before = (
         history.observations[-1],
         history.find_baseline(max(RATE_WINDOW_S, RATE_WINDOW_ROUNDS * (plan.period_s or 0.0))),
@@ -288,39 +288,39 @@ def make_run_view(course: RunListItem, plan: RunPlan, history: RunHistory) -> Ru
     rate = (
         None if before is None else _rate(now.rounds_done, before.rounds_done, now.observed_at_s - before.observed_at_s)
     )
-    over = course.ended_at is not None
+    over = item.ended_at is not None
     left = None if plan.rounds is None else max(0, plan.rounds - now.rounds_done)
     return RunView(
-        run_id=course.run_id,
+        run_id=item.run_id,
         name=plan.name,
-        state=course.state,
-        detail=course.detail,
+        state=item.state,
+        detail=item.detail,
         algorithm=plan.algorithm,
         clock=plan.clock,
         period_s=plan.period_s,
         capture=plan.capture,
         is_live=plan.is_live,
-        started_at=course.started_at,
-        ended_at=course.ended_at,
+        started_at=item.started_at,
+        ended_at=item.ended_at,
         rounds_done=now.rounds_done,
         rounds=plan.rounds,
-        rounds_per_second=_mean_rate(course, now) if over else rate,
+        rounds_per_second=_mean_rate(item, now) if over else rate,
         remaining_s=left / limit_rate_to_clock(rate, plan.period_s) if left is not None and rate and not over else None,
         recent_rates=history.recent_rates,
         traffic_source="learners" if now.channel_traffic is None else "eavesdropper",
         learners=_learner_views(plan, now, before),
         edges=_edge_views(plan.directed_edges, now, before),
-        warnings=course.warnings,
+        warnings=item.warnings,
     )
 
 
 def limit_rate_to_clock(rate: float, period_s: float | None) -> float:
-    """The rounds a second that may last: a clock that paces them lets them be faster only for a while, after a pause."""
+    """Limit a rate to what the clock sustains: rounds are faster than its period only for a while, after a pause."""
     return rate if period_s is None else min(rate, 1.0 / period_s)
 
 
 def _learner_views(plan: RunPlan, now: RunObservation, before: RunObservation | None) -> tuple[LearnerView, ...]:
-    """A row for each learner."""
+    """Build a row for each learner."""
     rows = []
     for i, status in enumerate(now.statuses):
         past = before.statuses[i] if before is not None and i < len(before.statuses) else None
@@ -329,13 +329,13 @@ def _learner_views(plan: RunPlan, now: RunObservation, before: RunObservation | 
             if past is None or before is None
             else _rate(status.records, past.records, now.observed_at_s - before.observed_at_s)
         )
-        away = now.away_since[i] if i < len(now.away_since) else None
+        away = now.disconnected_since[i] if i < len(now.disconnected_since) else None
         rows.append(
             LearnerView(
                 name=status.learner or (plan.learners[i] if i < len(plan.learners) else str(i)),
                 address=now.addresses[i] if i < len(now.addresses) else "",
-                state=_standing(status, away, plan.lost_learners),
-                away_since=away,
+                state=_describe_state(status, away, plan.lost_learners),
+                disconnected_since=away,
                 rounds_done=status.rounds_done,
                 epsilon=status.epsilon_spent,
                 epsilon_limit=status.epsilon_limit,
@@ -345,59 +345,59 @@ def _learner_views(plan: RunPlan, now: RunObservation, before: RunObservation | 
                 records_waiting=status.records_waiting,
                 records_per_second=arrival,
                 accuracy=status.prequential_accuracy,
-                warnings=tuple(_notices(status, past)),
+                warnings=tuple(_find_warnings(status, past)),
             )
         )
     return tuple(rows)
 
 
-def _standing(status: LearnerStatus, away: float | None, lost: frozenset[str]) -> str:
+def _describe_state(status: LearnerStatus, away: float | None, lost: frozenset[str]) -> str:
     if status.learner in lost:
         return "lost"
-    return "away" if away is not None else status.state.name.lower().replace("_", " ")
+    return "disconnected" if away is not None else status.state.name.lower().replace("_", " ")
 
 
-def _notices(status: LearnerStatus, past: LearnerStatus | None) -> list[str]:
-    """What an operator should look at.
+def _find_warnings(status: LearnerStatus, past: LearnerStatus | None) -> list[str]:
+    """List what an operator should check.
 
-    Where each record is learned once, all is spent in the first round, and rounds after it cost nothing: that is no notice.
+    A learner that learns each record once spends everything in the first round; later rounds cost nothing and give no warning.
 
     Args:
-        status: of now.
-        past: of an earlier look; None: there is none.
+        status: Current status.
+        past: Earlier status; None: none.
     """
-    told = []
+    warnings = []
     if status.noise_is_not_private:
-        told.append("its noise is not private: this run protects nobody")
+        warnings.append("its noise is not private: this run has no privacy guarantee")
     near = status.epsilon_limit is not None and status.epsilon_spent >= NEAR_LIMIT_FRACTION * status.epsilon_limit
     if near and status.state.is_active and past is not None and 0 < past.epsilon_spent < status.epsilon_spent:
-        told.append("its budget is nearly used up")
+        warnings.append("its budget is nearly used up")
     if status.violation_count:
-        told.append(f"messages that broke a rule on its channels: {status.violation_count}")
+        warnings.append(f"protocol violations on its channels: {status.violation_count}")
     if status.detail:
-        told.append(status.detail)
-    return told
+        warnings.append(status.detail)
+    return warnings
 
 
 def _edge_views(
-    ways: Sequence[DirectedEdge], now: RunObservation, before: RunObservation | None
+    channels: Sequence[DirectedEdge], now: RunObservation, before: RunObservation | None
 ) -> tuple[EdgeView, ...]:
-    """What passes on every edge: as the eavesdropper counted, else as learners say, who tell all their neighbours the same."""
-    counts = dict(now.channel_traffic) if now.channel_traffic is not None else _said(ways, now)
+    """Build the edges with their traffic, from the eavesdropper's counts, else from the learners' statuses (broadcasts)."""
+    counts = dict(now.channel_traffic) if now.channel_traffic is not None else _count_sent_messages(channels, now)
     if before is None:
         past: Mapping[DirectedEdge, MessageCount] | None = None
     else:
-        past = _said(ways, before) if now.channel_traffic is None else before.channel_traffic
+        past = _count_sent_messages(channels, before) if now.channel_traffic is None else before.channel_traffic
     seconds = now.observed_at_s - before.observed_at_s if before is not None else 0.0
 
-    def rate(way: DirectedEdge, which: int) -> float:
+    def rate(channel: DirectedEdge, part: int) -> float:
         if past is None:
             return 0.0
-        return _rate(counts.get(way, (0, 0))[which], past.get(way, (0, 0))[which], seconds)
+        return _rate(counts.get(channel, (0, 0))[part], past.get(channel, (0, 0))[part], seconds)
 
-    known = set(ways)
+    known = set(channels)
     edges = []
-    for a, b in sorted({(min(way), max(way)) for way in ways}):
+    for a, b in sorted({(min(channel), max(channel)) for channel in channels}):
         there, back = ((a, b), (b, a)) if (a, b) in known else ((b, a), (a, b))
         edges.append(
             EdgeView(
@@ -413,26 +413,31 @@ def _edge_views(
     return tuple(edges)
 
 
-def _said(ways: Sequence[DirectedEdge], look: RunObservation) -> dict[DirectedEdge, MessageCount]:
-    """What learners said on every way, evenly: a message goes to every neighbour."""
+def _count_sent_messages(
+    channels: Sequence[DirectedEdge], observation: RunObservation
+) -> dict[DirectedEdge, MessageCount]:
+    """Divide the messages that each learner has sent evenly over its channels: every neighbour receives each message."""
     receivers: dict[int, int] = {}
-    for speaker, _ in ways:
-        receivers[speaker] = receivers.get(speaker, 0) + 1
+    for sender, _ in channels:
+        receivers[sender] = receivers.get(sender, 0) + 1
     return {
-        (s, r): (look.statuses[s].messages_sent // receivers[s], look.statuses[s].bytes_sent // receivers[s])
-        for s, r in ways
-        if s < len(look.statuses)
+        (s, r): (
+            observation.statuses[s].messages_sent // receivers[s],
+            observation.statuses[s].bytes_sent // receivers[s],
+        )
+        for s, r in channels
+        if s < len(observation.statuses)
     }
 
 
 def _rate(now: int, before: int, seconds: float) -> float:
-    """A second's; a count that began anew says nothing."""
+    """Return a rate per second; 0 if the counter was reset."""
     return max(0, now - before) / seconds if seconds > 0 else 0.0
 
 
-def _mean_rate(course: RunListItem, last: RunObservation) -> float | None:
-    """Of a run that is over."""
-    seconds = (course.ended_at or course.started_at) - course.started_at
+def _mean_rate(item: RunListItem, last: RunObservation) -> float | None:
+    """Return the mean rounds per second of a run that has ended."""
+    seconds = (item.ended_at or item.started_at) - item.started_at
     return last.rounds_done / seconds if seconds > 0 else None
 
 
@@ -441,11 +446,11 @@ _STATES = {value: name.removeprefix("RUN_STATE_").lower() for name, value in coo
 
 @dataclass(frozen=True, slots=True)
 class ServiceAddresses:
-    """Where services listen, and who asks them.
+    """Addresses of the services, and the identity that asks them.
 
     Attributes:
-        coordinator, eavesdropper: addresses; empty: there is none.
-        identity: folder of an operator's; None: there is none.
+        coordinator, eavesdropper: Addresses; empty: none.
+        identity: Folder of an operator's identity; None: none.
     """
 
     coordinator: str = ""
@@ -453,15 +458,15 @@ class ServiceAddresses:
     identity: Path | None = None
 
 
-# ---- what was said, as values ------------------------------------------------------------------------------------------
+# ---- conversion of wire messages ---------------------------------------------------------------------------------------
 
 
 def make_run_list_item(run: coordinator_pb2.Run) -> RunListItem:
-    """A run in the list."""
+    """Convert a run from the wire to a row of the list."""
     statuses = tuple(LearnerStatus.from_wire(each.status) for each in run.learners)
     return RunListItem(
         run_id=escape_control(run.run_id),
-        state=_STATES.get(run.state, "of a newer version"),
+        state=_STATES.get(run.state, "unknown (newer version)"),
         detail=escape_control(run.detail),
         started_at=run.started_at.ToDatetime(UTC).timestamp(),
         ended_at=run.ended_at.ToDatetime(UTC).timestamp() if run.HasField("ended_at") else None,
@@ -473,12 +478,12 @@ def make_run_list_item(run: coordinator_pb2.Run) -> RunListItem:
 def parse_observation(
     run: coordinator_pb2.Run, channel_traffic: Mapping[DirectedEdge, MessageCount] | None, observed_at_s: float
 ) -> RunObservation:
-    """A look at a run's learners.
+    """Convert a run from the wire to an observation of its learners.
 
     Args:
-        run: as its coordinator says.
-        heard: what the eavesdropper counted.
-        at: when.
+        run: Run as its coordinator reports it.
+        channel_traffic: Messages that the eavesdropper counted.
+        observed_at_s: Time of the observation.
     """
     return RunObservation(
         observed_at_s,
@@ -492,22 +497,22 @@ def parse_observation(
     )
 
 
-def make_capture_list_item(told: eavesdropper_pb2.CaptureInfo) -> CaptureListItem:
-    """A capture in the list."""
-    state = told.error or ("open" if told.open else "closed")
-    if told.gaps:
-        state += f"; rounds are missing in {told.gaps} {'place' if told.gaps == 1 else 'places'}"
-    location = escape_control(told.location)
+def make_capture_list_item(info: eavesdropper_pb2.CaptureInfo) -> CaptureListItem:
+    """Convert a capture from the wire to a row of the list."""
+    state = info.error or ("open" if info.open else "closed")
+    if info.gaps:
+        state += f"; rounds are missing in {info.gaps} {'place' if info.gaps == 1 else 'places'}"
+    location = escape_control(info.location)
     return CaptureListItem(
         Path(location).name or location,
-        escape_control(told.run_id),
+        escape_control(info.run_id),
         location,
         escape_control(state),
-        told.messages,
-        told.bytes,
+        info.messages,
+        info.bytes,
     )
 
 
 def format_time(when: float) -> str:
-    """A Unix time in this machine's zone."""
+    """Format a Unix time in the local time zone."""
     return f"{datetime.fromtimestamp(when).astimezone():%Y-%m-%d %H:%M:%S}"

@@ -1,4 +1,4 @@
-"""`sottovoce simulate`: the simulator's rounds as Parquet, and what they came to."""
+"""`sottovoce simulate`: write the simulated rounds as Parquet, and print the final metrics."""
 
 from __future__ import annotations
 
@@ -30,41 +30,48 @@ from sottovoce_core.runs.transcript import TranscriptWriter
 from sottovoce_core.spec import dump_spec
 
 _LARGE_OUTPUT_BYTES = 10**8
-"""Bytes from which on it is said before they are written how many there will be."""
+"""Size in bytes from which the command announces how much it will write."""
 
 
 def estimate_sizes(run: Run, replicas: int, write: Collection[str]) -> dict[str, int]:
-    """About how many bytes each of these files will have: numbers of noise do not shrink when they are compressed.
+    """Estimate the bytes of each output file; compression does not shrink noise.
 
     Args:
-        run: what is simulated.
-        replicas: repetitions.
-        write: of `models`, `decisions`, `transcript` and `noise`; others are small.
+        run: Simulated run.
+        replicas: Number of repetitions.
+        write: Names of outputs: `models`, `decisions`, `transcript` and `noise`; others are small.
     """
     rounds, each = run.spec.rounds, 8 * run.spec.n_learners * replicas
-    said = rounds * each * sum(math.prod(shape) for shape in run.field_shapes.values())
-    decided = each * run.algorithm.dim
-    known = {"models": decided, "decisions": (rounds + 1) * decided, "transcript": said, "noise": said}
-    return {name: n_bytes for name, n_bytes in known.items() if name in write}
+    message_bytes = rounds * each * sum(math.prod(shape) for shape in run.field_shapes.values())
+    decision_bytes = each * run.algorithm.dim
+    sizes = {
+        "models": decision_bytes,
+        "decisions": (rounds + 1) * decision_bytes,
+        "transcript": message_bytes,
+        "noise": message_bytes,
+    }
+    return {name: n_bytes for name, n_bytes in sizes.items() if name in write}
 
 
-def require_disk_space(place: Path, expected: Mapping[str, int]) -> None:
-    """Say how much will be written where that is much.
+def require_disk_space(folder: Path, expected: Mapping[str, int]) -> None:
+    """Check the free disk space, and announce a large output.
 
     Args:
-        place: the folder, which need not be there yet.
-        expected: bytes by name, as `sizes` gives them.
+        folder: Output folder, which need not exist yet.
+        expected: Bytes by name, as `estimate_sizes` returns them.
 
     Raises:
-        SpecError: its disk has less room.
+        SpecError: The disk has too little free space.
     """
     needed = sum(expected.values())
-    free = shutil.disk_usage(next(each for each in (place.absolute(), *place.absolute().parents) if each.is_dir())).free
+    free = shutil.disk_usage(
+        next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+    ).free
     each = ", ".join(f"{name} {format_bytes(n_bytes)}" for name, n_bytes in expected.items())
     if needed > free:
         raise SpecError(
-            f"results must fit on the disk of {place}, where {format_bytes(free)} are free, and will have about {format_bytes(needed)} "
-            f"({each}): --write less, take fewer --replicas, or another --out"
+            f"results must fit on the disk of {folder}: {format_bytes(free)} are free, about {format_bytes(needed)} are needed "
+            f"({each}): write fewer outputs (--write), use fewer --replicas, or choose another --out"
         )
     if needed >= _LARGE_OUTPUT_BYTES:
         terminal.print_notice(f"about {format_bytes(needed)} will be written: {each}")
@@ -79,46 +86,46 @@ def simulate_to_folder(
     seed: int,
     recorded_noise: Path | None,
 ) -> Simulation:
-    """Simulate a run and write `spec.yaml`, and a Parquet file for each name of `write`.
+    """Simulate a run and write `spec.yaml`, and a Parquet file for each name in `outputs`.
 
     `decisions` are those in use when a round's records arrive; the last rows, of round `rounds`, are the final ones, which
-    `models` has alone. With `metrics`, these are `results.parquet` and `results.json`, and the final values are printed.
+    `models` contains alone. `metrics` writes `results.parquet` and `results.json`, and prints the final values.
     """
     spec = experiment.run.spec
     source = resolve_noise(recorded_noise, seed, experiment.run)
     recorder = Recorder(source) if "noise" in outputs else None
-    next(
-        rounds_of(experiment.run, experiment.records, SeededNoise(0))
-    )  # what is refused in its first round leaves no files
+    next(rounds_of(experiment.run, experiment.records, SeededNoise(0)))  # an error in the first round leaves no files
     drafts = [folder / f"{name}.parquet.partial" for name in ("transcript", "decisions", "models", "noise")]
-    with _or_none(drafts), ExitStack() as files:
+    with _remove_on_error(drafts), ExitStack() as files:
 
         def writer(name: str) -> TranscriptWriter | None:
             if name not in outputs:
                 return None
             return files.enter_context(TranscriptWriter(folder / f"{name}.parquet", spec.name))
 
-        said, decided, final, drawn = map(writer, ("transcript", "decisions", "models", "noise"))
-        noises = None if recorder is None or drawn is None else _NoiseWriter(drawn, recorder)
-        say = files.enter_context(terminal.show_progress_bar("simulating"))
+        transcript, decisions, models, noise = map(writer, ("transcript", "decisions", "models", "noise"))
+        noise_writer = None if recorder is None or noise is None else _NoiseWriter(noise, recorder)
+        report = files.enter_context(terminal.show_progress_bar("simulating"))
 
-        def took(step: SimulatedRound) -> None:
-            if said is not None:
+        def write_round(step: SimulatedRound) -> None:
+            if transcript is not None:
                 for name, value in step.message.fields.items():
-                    said.write(step.t, name, value)
-            if decided is not None:
-                decided.write(step.t, "decision", step.decisions_before)
-            if noises is not None:
-                noises.write(step)
-            say("simulating", step.t + 1, spec.rounds, "rounds")
+                    transcript.write(step.t, name, value)
+            if decisions is not None:
+                decisions.write(step.t, "decision", step.decisions_before)
+            if noise_writer is not None:
+                noise_writer.write(step)
+            report("simulating", step.t + 1, spec.rounds, "rounds")
 
-        done = simulate(experiment, replicas, metrics="metrics" in outputs, noise=recorder or source, progress=took)
-        for file in filter(None, (decided, final)):
+        done = simulate(
+            experiment, replicas, metrics="metrics" in outputs, noise=recorder or source, progress=write_round
+        )
+        for file in filter(None, (decisions, models)):
             file.write(spec.rounds, "decision", done.decisions)
-    write_text(folder / "spec.yaml", dump_spec(spec, folder))  # now that there is something that it is of
-    of = f"{pluralize(spec.rounds, 'round')} of {pluralize(spec.n_learners, 'learner')}"
-    print(f"{of}, {pluralize(replicas, 'replica')}: {folder}")
-    if recorded_noise is None:  # recorded noise promises nothing
+    write_text(folder / "spec.yaml", dump_spec(spec, folder))  # only after the results are complete
+    size = f"{pluralize(spec.rounds, 'round')} of {pluralize(spec.n_learners, 'learner')}"
+    print(f"{size}, {pluralize(replicas, 'replica')}: {folder}")
+    if recorded_noise is None:  # recorded noise has no guarantee
         print(describe_epsilon(experiment))
     if isinstance(source, RecordedNoise) and source.unused_fields:
         own = ", ".join(sorted(source.requested_fields)) or "nothing"
@@ -127,15 +134,15 @@ def simulate_to_folder(
             file=sys.stderr,
         )
     if done.curves is not None:
-        results = done.results if recorded_noise is None else _unpromised(done.results)
+        results = done.results if recorded_noise is None else _remove_guarantee(done.results)
         results.write(folder, seed=seed)
         _print_metrics(done.curves)
     return done
 
 
 @contextmanager
-def _or_none(drafts: Sequence[Path]) -> Iterator[None]:
-    """Where an error or Ctrl-C ends the block, these files go: nobody has use for a part of what a command can make again."""
+def _remove_on_error(drafts: Sequence[Path]) -> Iterator[None]:
+    """Remove unfinished files if an error or Ctrl-C ends the block: the command can write them again."""
     try:
         yield
     except BaseException:
@@ -145,53 +152,53 @@ def _or_none(drafts: Sequence[Path]) -> Iterator[None]:
 
 
 def describe_epsilon(experiment: Experiment) -> str:
-    """What was simulated costs, in a line."""
+    """Describe the epsilon of a simulated experiment in one line."""
     if not math.isfinite(epsilon := experiment.epsilon()):
-        return "epsilon per event: infinite, for nothing is promised"
+        return "epsilon per record use: infinite, there is no guarantee"
     shared = experiment.guarantee(0).has_shared_records
-    whose = "of all learners together" if shared else "of the learner with the largest"
-    return f"epsilon per event: {format_number(epsilon)}, {whose}"
+    scope = "of all learners together" if shared else "of the learner with the largest"
+    return f"epsilon per record use: {format_number(epsilon)}, {scope}"
 
 
 @dataclass(frozen=True, slots=True)
 class _NoiseWriter:
-    """Writes what a recorder holds, round after round, and lets go of it.
+    """Writer of recorded noise; it writes each round once and removes it from the recorder.
 
-    A field is a field of a draw, which need not be one of a message. It has zeros in the rounds without a draw, also in those
-    before its first one: so the file has every round, and can be read back.
+    A field is a field of a noise request, which need not be a field of a message. Rounds without noise, also those before
+    the first request, are written as zeros, so that the file has every round and can be read back.
     """
 
     file: TranscriptWriter
     recorder: Recorder
     numbers: dict[str, int] = field(default_factory=dict)
-    """Of a draw, by field: `dim`."""
+    """Dimension of each noise field."""
 
     def write(self, step: SimulatedRound) -> None:
-        """Write the noise of a round that has passed."""
+        """Write the noise of a completed round."""
         lead = step.decisions_before.shape[:2]
         for name, rounds in self.recorder.noise_by_round.items():
             if name not in self.numbers:
                 self.numbers[name] = rounds[step.t].shape[-1]
                 for t in range(step.t):
                     self.file.write(t, name, np.zeros((*lead, self.numbers[name])))
-            drawn = rounds.pop(step.t, np.zeros(1))
-            self.file.write(step.t, name, np.broadcast_to(drawn, (*lead, self.numbers[name])))
+            noise = rounds.pop(step.t, np.zeros(1))
+            self.file.write(step.t, name, np.broadcast_to(noise, (*lead, self.numbers[name])))
 
 
-def _unpromised(results: Results) -> Results:
-    """The same results, of noise that promises nothing."""
-    nothing: dict[str, Any] = {f"epsilon_{kind}": math.inf for kind in ("paper", "record_use", "record")}
+def _remove_guarantee(results: Results) -> Results:
+    """Return the same results with infinite epsilons, for noise without a guarantee."""
+    infinite: dict[str, Any] = {f"epsilon_{kind}": math.inf for kind in ("paper", "record_use", "record")}
     (run,) = results.runs
-    return Results((replace(run, facts=replace(run.facts, threat_model=None, **nothing)),))
+    return Results((replace(run, facts=replace(run.facts, threat_model=None, **infinite)),))
 
 
 def get_final_metrics(curves: Curves) -> dict[str, Any]:
-    """The whole network's values after the last round, by name; the standard error is null where there is one replica."""
+    """Return the network-wide values after the last round, by metric; with one replica the standard error is None."""
     return {name: {"mean": each.final_mean, "standard_error": each.final_error} for name, each in curves.curves.items()}
 
 
 def _print_metrics(curves: Curves, console: Console | None = None) -> None:
-    """The final values: a table on a terminal, else a line each."""
+    """Print the final values: a table on a terminal, else one line each."""
     console = console or terminal.create_console()
     table = terminal.create_table("metric")
     table.add_column(f"after {curves.rounds[-1]:,} rounds", justify="right")
@@ -203,6 +210,9 @@ def _print_metrics(curves: Curves, console: Console | None = None) -> None:
     if console.is_terminal:
         console.print(table)
     if not curves.has_records_in_all_rounds:
-        had, of = format_number(float(curves.rounds_with_records[-1])), pluralize(int(curves.rounds[-1]), "round")
-        text = f"average loss: over the rounds that brought records, {had} of {of} on average over the learners"
+        with_records, rounds = (
+            format_number(float(curves.rounds_with_records[-1])),
+            pluralize(int(curves.rounds[-1]), "round"),
+        )
+        text = f"average loss: over rounds with records, {with_records} of {rounds} on average over the learners"
         console.print(text, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`sottovoce status`: one look at what goes on, for an operator: at a coordinator's runs, at learners, at an eavesdropper."""
+"""`sottovoce status`: status of a deployment for an operator: a coordinator's runs, learners, an eavesdropper."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ from sottovoce_rpc.tasks import await_answer
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2, learner_pb2_grpc
 
 SAMPLE_INTERVAL_S = 1.0
-"""Between two looks at what goes on: rounds a second are those of this while."""
+"""Seconds between the two observations from which rates are computed."""
 MAX_ROWS, MAX_CAPTURES = 40, 5
-"""Learners and captures that are shown."""
+"""Maximum number of learners and of captures that are shown."""
 _HEALTHY_STATES = ("running", "connecting", "finished")
 _REPORTED_STATES = ("running", "connecting", "failed", "budget exhausted")
-"""States in which what a learner says of itself may be a fault; others are over, or have not begun."""
+"""States in which a learner's own report may contain a fault; other states have ended or not begun."""
 _IDLE_STATES = ("idle", "finished")
-"""States in which a learner says nothing of itself, but that it has no coordinator."""
+"""States in which a learner reports nothing but a missing coordinator."""
 _STATE_LABELS = {"unspecified": "joined", "idle": "in no run"}
-"""How a learner stands of whose state nothing is known."""
+"""Labels of states that do not name themselves."""
 _NO_ADDRESSES = ServiceAddresses()
 _NO_RUN = RunPlan("", None, "", (), (), "none", "free", None, is_live=False)
 
@@ -73,15 +73,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class DeploymentStatus:
-    """How everything stands.
+    """State of a deployment at one time.
 
     Attributes:
-        at: Unix time.
-        run: as its coordinator tells; None: it has none, or was not asked.
-        others: also under way.
-        learners: the run of each learner that was asked, with that learner alone, by address.
-        captures: of the eavesdropper, the newest first.
-        problems: who does not answer.
+        observed_at: Unix time.
+        run: Run that the coordinator reports; None: none, or the coordinator was not asked.
+        other_runs: Other active runs.
+        learners: Address and run of each learner that was asked; the run has that learner alone.
+        captures: Captures of the eavesdropper, the newest first.
+        unreachable_services: Errors of services that do not answer.
     """
 
     observed_at: float
@@ -93,46 +93,46 @@ class DeploymentStatus:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What an operator should look at: of what goes on, or failed; and who does not answer."""
-        seen = [
+        """Findings that an operator should check: of active or failed runs, and of services that do not answer."""
+        views = [
             each
             for _, each in self.learners
             if each.state in _REPORTED_STATES or (each.state in _IDLE_STATES and each.detail)
         ]
         if self.run is not None and (
-            self.run.ended_at is None or self.run.state == "failed" or _ended_itself(self.run)
+            self.run.ended_at is None or self.run.state == "failed" or _was_stopped_internally(self.run)
         ):
-            seen.insert(0, self.run)
+            views.insert(0, self.run)
         broken = [
             f"capture {each.name}: {each.state}" for each in self.captures if each.state not in ("open", "closed")
         ]
-        told = [line for view in seen for line in _faults_of(view)]
-        return tuple(dict.fromkeys([*self.unreachable_services, *told, *broken]))
+        found = [line for view in views for line in _find_faults(view)]
+        return tuple(dict.fromkeys([*self.unreachable_services, *found, *broken]))
 
 
-def _ended_itself(run: RunView) -> bool:
-    """Was it stopped by what nobody asked for?"""
+def _was_stopped_internally(run: RunView) -> bool:
+    """Return whether the run was stopped by a cause other than an operator."""
     exhausted = any(each.state == "budget exhausted" for each in run.learners)
     return run.state == "stopped" and (exhausted or run.detail.startswith(FEEDING_FAILED))
 
 
-def _faults_of(run: RunView) -> Iterator[str]:
-    """What is wrong with a run, a line on each."""
+def _find_faults(run: RunView) -> Iterator[str]:
+    """Yield one line for each fault of a run."""
     if run.state == "failed" and run.ended_at is not None:
-        yield f"the run failed: {run.detail or 'nobody says why'}"
+        yield f"the run failed: {run.detail or 'no reason is known'}"
     yield from run.warnings
-    if run.ended_at is not None and _ended_itself(run):
-        yield f"the run stopped: {run.detail or 'nobody says why'}"
-        return  # its learners say the same
+    if run.ended_at is not None and _was_stopped_internally(run):
+        yield f"the run stopped: {run.detail or 'no reason is known'}"
+        return  # its learners report the same
     for each in run.learners:
-        if each.state == "away" and each.away_since is not None:
-            yield f"{each.name} is away since {format_time(each.away_since)}, after round {each.rounds_done}"
-        elif each.state not in (*_HEALTHY_STATES, *_STATE_LABELS, "away") and run.ended_at is None:
+        if each.state == "disconnected" and each.disconnected_since is not None:
+            yield f"{each.name} is disconnected since {format_time(each.disconnected_since)}, after round {each.rounds_done}"
+        elif each.state not in (*_HEALTHY_STATES, *_STATE_LABELS, "disconnected") and run.ended_at is None:
             yield f"{each.name} is {each.state}" if each.state == "lost" else f"{each.name}: {each.state}"
-        yield from (f"{each.name}: {notice}" for notice in each.warnings)
+        yield from (f"{each.name}: {warning}" for warning in each.warnings)
 
 
-# ---- asking ----------------------------------------------------------------------------------------------------------
+# ---- requests --------------------------------------------------------------------------------------------------------
 
 
 async def collect_status(
@@ -141,115 +141,117 @@ async def collect_status(
     run: str = "",
     credentials: Credentials = NO_IDENTITY,
 ) -> DeploymentStatus:
-    """Ask everybody at the same time; who does not answer is a problem, and hides nobody else.
+    """Ask all services concurrently; a service that does not answer is listed and does not hide the others.
 
     Args:
-        places: of coordinator and eavesdropper; what is empty is not asked.
-        learners: addresses of learners, which their owners ask.
-        run: to look at; empty: the newest, one under way before others.
-        credentials: of whoever asks.
+        addresses: Addresses of coordinator and eavesdropper; an empty one is not asked.
+        learners: Addresses of learners, which answer their owners.
+        run: Run to show; empty: the newest active run, else the newest run.
+        credentials: Credentials of the caller.
     """
     problems: list[str] = []
 
-    async def tried(work: Awaitable[T]) -> T | None:
+    async def attempt(work: Awaitable[T]) -> T | None:
         try:
             return await work
         except SottovoceError as error:
             problems.append(escape_control(str(error)))
             return None
 
-    ran, captures, told = await asyncio.gather(
-        tried(_run(addresses.coordinator, run, credentials)) if addresses.coordinator else _nothing(),
-        tried(_captures(addresses.eavesdropper, run, credentials)) if addresses.eavesdropper else _nothing(),
-        asyncio.gather(*(tried(_learner(address, credentials)) for address in learners)),
+    ran, captures, answers = await asyncio.gather(
+        attempt(_fetch_run(addresses.coordinator, run, credentials)) if addresses.coordinator else _skip(),
+        attempt(_fetch_captures(addresses.eavesdropper, run, credentials)) if addresses.eavesdropper else _skip(),
+        asyncio.gather(*(attempt(_fetch_learner_run(address, credentials)) for address in learners)),
     )
     shown, others = ran or (None, ())
-    found = tuple((at, each) for at, each in zip(learners, told, strict=True) if each is not None)
+    found = tuple((address, each) for address, each in zip(learners, answers, strict=True) if each is not None)
     return DeploymentStatus(time.time(), shown, others, found, captures or (), tuple(problems))
 
 
-async def _nothing() -> None:
-    """Nobody to ask."""
+async def _skip() -> None:
+    """Return None, for a service that is not asked."""
 
 
-async def _run(at: str, wanted: str, who: Credentials) -> tuple[RunView | None, tuple[RunListItem, ...]]:
-    """A run as its coordinator tells, and which others are under way."""
-    lines = tuple(map(make_run_list_item, await coordinator_commands.get_all_runs(at, who)))
+async def _fetch_run(
+    address: str, wanted: str, credentials: Credentials
+) -> tuple[RunView | None, tuple[RunListItem, ...]]:
+    """Fetch a run from its coordinator, and the other active runs."""
+    lines = tuple(map(make_run_list_item, await coordinator_commands.get_all_runs(address, credentials)))
     run_id = wanted or choose_run(lines)
     if not run_id:
         return None, ()
-    run, history = await coordinator_commands.get_run(at, run_id, who), RunHistory()
+    run, history = await coordinator_commands.get_run(address, run_id, credentials), RunHistory()
     plan = parse_plan(run.spec)
     history.add(parse_observation(run, None, time.monotonic()))
     if run.state == coordinator_pb2.RUN_STATE_RUNNING:
         await asyncio.sleep(SAMPLE_INTERVAL_S)
-        run = await coordinator_commands.get_run(at, run_id, who)
+        run = await coordinator_commands.get_run(address, run_id, credentials)
         history.add(parse_observation(run, None, time.monotonic()))
     others = tuple(each for each in lines if each.ended_at is None and each.run_id != escape_control(run.run_id))
     return make_run_view(make_run_list_item(run), plan, history), others
 
 
-async def _learner(address: str, credentials: Credentials) -> RunView:
-    """The run that a learner is in, as it tells its owner."""
+async def _fetch_learner_run(address: str, credentials: Credentials) -> RunView:
+    """Fetch the run of a learner, as it reports it to its owner."""
     async with open_channel(address, Role.LEARNER, credentials=credentials) as to:
-        stub, who = learner_pb2_grpc.LearnerStub(to), f"the learner at {address}"
+        stub, name = learner_pb2_grpc.LearnerStub(to), f"the learner at {address}"
 
-        async def told() -> LearnerStatus:
+        async def get_status() -> LearnerStatus:
             call = stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=coordinator_commands.CALL_TIMEOUT_S)
-            return LearnerStatus.from_wire((await await_answer(call, to, who, terminal.print_notice)).status)
+            return LearnerStatus.from_wire((await await_answer(call, to, name, terminal.print_notice)).status)
 
         try:
-            now, plan, history = await told(), _NO_RUN, RunHistory()
+            now, plan, history = await get_status(), _NO_RUN, RunHistory()
             if now.run_id:
-                plan = await _planned(stub, who)
+                plan = await _fetch_plan(stub, name)
             history.add(RunObservation(time.monotonic(), (now,), (address,)))
             if now.state is LearnerState.RUNNING or now.detail:  # it may be about to join
                 await asyncio.sleep(SAMPLE_INTERVAL_S)
-                now = await told()
+                now = await get_status()
                 history.add(RunObservation(time.monotonic(), (now,), (address,)))
         except grpc.aio.AioRpcError as error:
-            raise convert_status_error(error, who) from None
-    # When the run began it does not tell.
-    course = RunListItem(now.run_id, now.state.name.lower().replace("_", " "), now.detail, 0.0, None)
-    return make_run_view(course, plan, history)
+            raise convert_status_error(error, name) from None
+    # The learner does not report when the run began.
+    item = RunListItem(now.run_id, now.state.name.lower().replace("_", " "), now.detail, 0.0, None)
+    return make_run_view(item, plan, history)
 
 
-async def _planned(stub: Any, who: str) -> RunPlan:
-    """What a learner is in, whose owner asks; an operator may know how far it is, and no more."""
-    request = learner_pb2.GetIntakeRequest(source="status")  # under which nobody brings records
+async def _fetch_plan(stub: Any, name: str) -> RunPlan:
+    """Fetch a learner's run plan. Its owner may read it; an operator may only read the progress, and gets an empty plan."""
+    request = learner_pb2.GetIntakeRequest(source="status")  # no records are sent under this name
     try:
         return replace(
             parse_plan((await stub.GetIntake(request, timeout=coordinator_commands.CALL_TIMEOUT_S)).spec),
             directed_edges=(),
         )
     except grpc.aio.AioRpcError as error:
-        if not isinstance(refusal := convert_status_error(error, who), PermissionDenied | FailedPrecondition):
+        if not isinstance(refusal := convert_status_error(error, name), PermissionDenied | FailedPrecondition):
             raise refusal from None
         return _NO_RUN
 
 
-async def _captures(at: str, run: str, credentials: Credentials) -> tuple[CaptureListItem, ...]:
-    """The newest captures of an eavesdropper; of one run, where one is asked for."""
+async def _fetch_captures(address: str, run: str, credentials: Credentials) -> tuple[CaptureListItem, ...]:
+    """Fetch the newest captures of an eavesdropper, or of one run if it is given."""
     request = eavesdropper_pb2.ListCapturesRequest(run_id=run, page_size=MAX_CAPTURES)
-    told = await coordinator_commands.call_service(
-        at,
+    answer = await coordinator_commands.call_service(
+        address,
         credentials,
         lambda stub: stub.ListCaptures(request, timeout=coordinator_commands.CALL_TIMEOUT_S),
         Role.EAVESDROPPER,
     )
-    return tuple(map(make_capture_list_item, told.captures))
+    return tuple(map(make_capture_list_item, answer.captures))
 
 
-# ---- for programs ----------------------------------------------------------------------------------------------------
+# ---- JSON output -----------------------------------------------------------------------------------------------------
 
 
 def make_document(status: DeploymentStatus) -> dict[str, Any]:
-    """For programs, in the words of `runs show --json`."""
+    """Build the JSON document, with the keys of `runs show --json`."""
     return {
-        "at": _date(status.observed_at),
+        "observed_at": _date(status.observed_at),
         "run": None if status.run is None else _run_document(status.run, status.observed_at),
-        "under_way": [
-            {"run": each.run_id, "state": each.state, "rounds_done": each.rounds_done} for each in status.other_runs
+        "active_runs": [
+            {"run_id": each.run_id, "state": each.state, "rounds_done": each.rounds_done} for each in status.other_runs
         ],
         "learners": [_run_document(run, status.observed_at) for _, run in status.learners],
         "captures": status.captures,
@@ -260,7 +262,7 @@ def make_document(status: DeploymentStatus) -> dict[str, Any]:
 def _run_document(run: RunView, now: float) -> dict[str, Any]:
     ahead = max((each.rounds_done for each in run.learners), default=0)
     return {
-        "run": run.run_id or None,
+        "run_id": run.run_id or None,
         "name": run.name or None,
         "algorithm": run.algorithm or None,
         "state": run.state,
@@ -277,7 +279,7 @@ def _run_document(run: RunView, now: float) -> dict[str, Any]:
             {
                 "name": each.name,
                 "address": each.address,
-                "state": _standing(each),
+                "state": _describe_state(each),
                 "rounds_done": each.rounds_done,
                 "rounds_behind": ahead - each.rounds_done,
                 "epsilon": each.epsilon,
@@ -286,27 +288,27 @@ def _run_document(run: RunView, now: float) -> dict[str, Any]:
                 "records": each.records,
                 "records_waiting": each.records_waiting,
                 "accuracy": each.accuracy,
-                "away_since": None if each.away_since is None else _date(each.away_since),
+                "disconnected_since": None if each.disconnected_since is None else _date(each.disconnected_since),
             }
             for each in run.learners
         ],
     }
 
 
-# ---- for people ------------------------------------------------------------------------------------------------------
+# ---- terminal output -------------------------------------------------------------------------------------------------
 
 
 def show(status: DeploymentStatus, console: Console | None = None) -> None:
-    """Print it."""
+    """Print the status."""
     console = console or terminal.create_console()
     if status.run is not None:
         _print_run(status.run, status, console)
-    for at, run in status.learners:
-        _print_run(run, status, console, at)
+    for address, run in status.learners:
+        _print_run(run, status, console, address)
     if status.captures:
         console.print(_captures_table(status.captures))
     if status.run is None and not status.learners and not status.captures and not status.unreachable_services:
-        console.print("no run: whoever starts one (sottovoce run SPEC) is told which learners it waits for")
+        console.print("no run: start one with sottovoce run SPEC, which reports the learners it waits for")
     facts = terminal.create_fact_grid()
     for line in status.faults:
         facts.add_row(Text("fault", style="bold red"), line)
@@ -314,23 +316,23 @@ def show(status: DeploymentStatus, console: Console | None = None) -> None:
 
 
 def _print_run(run: RunView, status: DeploymentStatus, console: Console, learner: str = "") -> None:
-    """A run; of a learner that was asked itself, what it says of it."""
+    """Print a run; `learner` is the address of the learner that reported it, if any."""
     named = f"{run.name} " if run.name else ""
     console.print(Text(escape_control(f"{named}{run.run_id}" if run.run_id else learner), style="bold"))
     facts = terminal.create_fact_grid()
-    told = {
-        "told by": escape_control(learner) if run.run_id else "",
-        "state": f"{_standing(run)}{f': {run.detail}' if run.detail else ''}",
+    rows = {
+        "reported by": escape_control(learner) if run.run_id else "",
+        "state": f"{_describe_state(run)}{f': {run.detail}' if run.detail else ''}",
         "rounds": _progress_line(run, status.observed_at) if run.run_id else "",
         "started": format_time(run.started_at) if run.started_at else "",
         "algorithm": escape_control(run.algorithm),
         "captured": "" if run.capture == "none" else escape_control(run.capture),
-        "under way": ""
+        "other runs": ""
         if learner
         else "\n".join(f"{each.run_id}, round {each.rounds_done}" for each in status.other_runs),
-        "all runs": _in_all(run.learners[0]) if learner else "",
+        "all runs": _describe_total_cost(run.learners[0]) if learner else "",
     }
-    for name, text in told.items():
+    for name, text in rows.items():
         if text:
             facts.add_row(name, text)
     console.print(facts)
@@ -338,7 +340,7 @@ def _print_run(run: RunView, status: DeploymentStatus, console: Console, learner
 
 
 def _progress_line(run: RunView, now: float) -> str:
-    """`40 of 500 rounds, 12 rounds/s (10 so far), 38 s left`."""
+    """Format the progress: `40 of 500 rounds, 12 rounds/s (10 so far), 38 s left`."""
     parts = [format_rounds_done(run.rounds_done, run.rounds)]
     mean = _mean_rate(run, now)
     if run.ended_at is not None or run.state != "running":
@@ -351,21 +353,21 @@ def _progress_line(run: RunView, now: float) -> str:
 
 
 def _mean_rate(run: RunView, now: float) -> float | None:
-    """Rounds a second since it was started; None: that is not known."""
+    """Return the mean rounds per second since the start; None if unknown."""
     seconds = (now if run.ended_at is None else run.ended_at) - run.started_at
     return run.rounds_done / seconds if run.started_at and seconds > 0 else None
 
 
 def _seconds_left(run: RunView, now: float) -> float | None:
-    """At the pace of now, as far as it lasts; where no round fell into this while, at that since the start. None: not known."""
-    pace = run.rounds_per_second or _mean_rate(run, now)
-    if run.rounds is None or run.state != "running" or not pace:
+    """Estimate the remaining seconds at the current rate that the clock sustains, else at the mean rate; None if unknown."""
+    rate = run.rounds_per_second or _mean_rate(run, now)
+    if run.rounds is None or run.state != "running" or not rate:
         return None
-    return float(f"{max(0, run.rounds - run.rounds_done) / limit_rate_to_clock(pace, run.period_s):.2g}")
+    return float(f"{max(0, run.rounds - run.rounds_done) / limit_rate_to_clock(rate, run.period_s):.2g}")
 
 
 def _learners_table(run: RunView) -> Table:
-    """Those in trouble first, where not all are shown."""
+    """Build the table of learners. If not all fit, learners with faults come first."""
     own = any(each.accuracy is not None for each in run.learners)
     table = terminal.create_table("learner", "state")
     for head in ("round", "behind", "ε spent", "ε limit", "records", "waiting", *(["accuracy"] if own else [])):
@@ -373,7 +375,10 @@ def _learners_table(run: RunView) -> Table:
     ahead, rows = max((each.rounds_done for each in run.learners), default=0), run.learners
     if len(rows) > MAX_ROWS:
         rows = tuple(
-            sorted(rows, key=lambda each: (_standing(each) in _HEALTHY_STATES and not each.warnings, each.rounds_done))
+            sorted(
+                rows,
+                key=lambda each: (_describe_state(each) in _HEALTHY_STATES and not each.warnings, each.rounds_done),
+            )
         )
     for each in rows[:MAX_ROWS]:
         cells = [
@@ -385,10 +390,10 @@ def _learners_table(run: RunView) -> Table:
             "none" if each.epsilon_limit is None else format_number(each.epsilon_limit),
         ]
         cells += [format_count(each.records), format_count(each.records_waiting)]
-        style = "" if _standing(each) in _HEALTHY_STATES else "yellow"
+        style = "" if _describe_state(each) in _HEALTHY_STATES else "yellow"
         table.add_row(
             Text(escape_control(each.name)),
-            Text(_standing(each), style=style),
+            Text(_describe_state(each), style=style),
             *cells,
             *([format_percent(each.accuracy)] if own else []),
         )
@@ -410,15 +415,15 @@ def _captures_table(captures: Sequence[CaptureListItem]) -> Table:
     return table
 
 
-def _standing(of: LearnerView | RunView) -> str:
-    """In a word."""
-    if isinstance(of, LearnerView) and of.state == "unspecified" and not of.address:
+def _describe_state(view: LearnerView | RunView) -> str:
+    """Return the state in one word."""
+    if isinstance(view, LearnerView) and view.state == "unspecified" and not view.address:
         return "not joined"
-    return _STATE_LABELS.get(of.state, of.state)
+    return _STATE_LABELS.get(view.state, view.state)
 
 
-def _in_all(learner: LearnerView) -> str:
-    """What a learner has spent in all its runs, for its owner."""
+def _describe_total_cost(learner: LearnerView) -> str:
+    """Describe what a learner has spent in all its runs, for its owner."""
     limit = "no limit" if learner.epsilon_owner_budget is None else f"of {format_number(learner.epsilon_owner_budget)}"
     return f"ε {format_number(learner.epsilon_other_runs + learner.epsilon)}, {limit}"
 

@@ -1,4 +1,4 @@
-"""What a run came to: plain values, gathered by `evaluate`, shown by `console` and `report`, saved as `summary.json`."""
+"""Results of a run as plain values: computed by `evaluate`, shown on the terminal and in the report, saved as `summary.json`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from sottovoce_core.runs.participation import StalenessStatistics
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """One look at the running learners; per-learner lists are by index.
+    """Progress of the running learners at one time; per-learner lists are by index.
 
     Attributes:
-        seconds: since the first round.
-        rounds: rounds done.
-        accuracy: prequential accuracy; None where the run did not opt in, or nothing was predicted yet.
-        epsilon: spent.
-        messages: sent.
-        away: names of learners that are gone, for now or for good.
-        misconduct: what learners noticed of each other, in words.
-        left: indices of those who have left, or were lost, and whose rounds do not count any more.
-        run_id: of the run; empty: not told.
-        uncaptured: why nothing is captured, though it should be; empty: it is; None: it is over, or not told.
+        seconds: Seconds since the first round.
+        rounds: Completed rounds.
+        accuracy: Prequential accuracy; None if the run did not opt in, or nothing was predicted yet.
+        epsilon: Epsilon spent.
+        messages: Messages sent.
+        offline_learners: Names of the learners that are disconnected, for now or for good.
+        violations: Violations that learners reported of each other, in words.
+        departed_learners: Indices of the learners that have left or were lost; their rounds do not count any more.
+        run_id: Id of the run; empty: unknown.
+        capture_error: Reason why nothing is captured although it should be; empty: no error; None: ended, or unknown.
     """
 
     seconds: float
@@ -42,19 +42,19 @@ class RunProgress:
 
     @property
     def rounds_done(self) -> int:
-        """Rounds that all have done who are still in the run."""
+        """Minimum number of completed rounds over the learners that are still in the run."""
         return min((done for i, done in enumerate(self.rounds) if i not in self.departed_learners), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedPrivacyLoss:
-    """An adjacent data set, and how well this very capture tells it from the true one.
+    """Exact privacy loss of a capture between the true data set and an adjacent one.
 
     Attributes:
-        loss: exact privacy loss of the capture, absolute.
-        supremum: the largest loss that any capture could have shown for this pair of data sets.
-        budget: the epsilon that the guarantee claims for such a swap.
-        by_round: cumulative loss, signed.
+        loss: Absolute privacy loss of this capture.
+        supremum: Largest loss that any capture could have shown for this pair of data sets.
+        claimed_epsilon: Epsilon that the guarantee claims for this adjacency.
+        cumulative_loss: Signed cumulative loss by round.
     """
 
     loss: float
@@ -65,27 +65,27 @@ class ObservedPrivacyLoss:
 
 @dataclass(frozen=True, slots=True)
 class LearnerSummary:
-    """One learner at the end.
+    """Results of one learner.
 
     Attributes:
-        records: how many records it holds; of live ones, has learned.
-        most_uses: in how many rounds the most used of them was learned.
-        rounds: rounds done.
-        left: whether it left, or was lost, before the last round.
-        test_accuracy: on the held-out records; None where it is not known.
-        prequential_accuracy: on its own records, each predicted before it was learned.
-        messages, bytes: said.
-        spent: epsilon charged by the learner itself.
-        budget: where it would have stopped; None for nowhere.
-        paper: cumulative epsilon by the paper's formula.
-        event: tight cumulative epsilon of one use of one record.
-        record: tight cumulative epsilon of the record that costs most in all its uses.
-        infinite_horizon: bound on `event` over infinitely many rounds; may be infinite.
-        paper_curve, event_curve, record_curve: the same after every round.
-        waiting: live records that waited when the run ended, and were learned by none.
-        test_curve: rounds, and the accuracy on the held-out records after them, where it was measured here.
-        swap_event, swap_record: the record that is learned first, swapped for the worst one in its first use, and in all
-            its uses; None without a capture.
+        records: Number of records that it holds; of live ones, that it has learned.
+        max_uses: Number of rounds in which its most used record was learned.
+        rounds_done: Completed rounds.
+        has_left: Whether it left or was lost before the last round.
+        test_accuracy: Accuracy on the held-out records; None if unknown.
+        prequential_accuracy: Accuracy on its own records, each predicted before it was learned.
+        messages, bytes: Messages sent, and their bytes.
+        epsilon_spent: Epsilon that the learner itself charged.
+        epsilon_limit: Limit at which it would have stopped; None: no limit.
+        epsilon_paper: Cumulative epsilon by the paper's formula.
+        epsilon_record_use: Tight cumulative epsilon of one use of one record.
+        epsilon_record: Tight cumulative epsilon of the most expensive record in all its uses.
+        epsilon_infinite_horizon: Bound on `epsilon_record_use` over infinitely many rounds; may be infinite.
+        epsilon_*_curve: The same epsilons after every round.
+        records_waiting: Live records that waited when the run ended, and were not learned.
+        test_curve: Pairs of a round and the accuracy on the held-out records after it, if this was measured here.
+        record_use_loss, record_loss: Loss if the record that is learned first is replaced by the worst one, in its first use,
+            and in all its uses; None without a capture.
     """
 
     name: str
@@ -112,22 +112,22 @@ class LearnerSummary:
     test_curve: tuple[tuple[int, float], ...] = ()
 
     def get_observed_loss(self, level: str) -> ObservedPrivacyLoss | None:
-        """Its swap at this level: `event` or `record`."""
+        """Return the observed loss at a level, `record_use` or `record`."""
         return self.record_use_loss if level == "record_use" else self.record_loss
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureSummary:
-    """What was overheard.
+    """Recorded traffic of a run.
 
     Attributes:
         mode: `relay` or `mirror`.
-        location: folder of the capture.
-        messages, bytes: recorded.
-        messages_of: name of the learner whose messages are shown.
-        heard: `(rounds, dim)` what that learner said, as overheard.
-        first_scale, last_scale: scale of its noise in the first and last round that had any; 0: there was none.
-        late: how late messages were; None: all waited for them.
+        location: Folder of the capture.
+        messages, bytes: Recorded messages, and their bytes.
+        sender: Name of the learner whose messages are shown.
+        sender_values: `(rounds, dim)` recorded messages of that learner.
+        first_scale, last_scale: Scale of its noise in the first and last round that had noise; 0: no noise.
+        staleness: Statistics of message staleness; None: the clock waits for all messages.
     """
 
     mode: str
@@ -143,13 +143,13 @@ class CaptureSummary:
 
 @dataclass(frozen=True, slots=True)
 class WiretapSummary:
-    """What a wiretap noted: sizes and times of ciphertext, and no message.
+    """Ciphertext that a wiretap recorded: sizes and times, no messages.
 
     Attributes:
-        location: folder of the capture.
-        connections: that were opened.
-        records: of TLS; where there was none, of what came at a time.
-        bytes: of all records.
+        location: Folder of the capture.
+        connections: Number of opened connections.
+        records: Number of TLS records; without TLS, of chunks of bytes.
+        bytes: Bytes of all records.
     """
 
     location: str
@@ -160,12 +160,12 @@ class WiretapSummary:
 
 @dataclass(frozen=True, slots=True)
 class DetectionSummary:
-    """What the eavesdropper noticed, while the run went on, that must never happen.
+    """Detections of the eavesdropper's online checks: events that must never happen.
 
     Attributes:
-        count: of findings.
-        first: a line on each of the first ones.
-        not_checked: what could not be looked for, and why; None: all was.
+        count: Number of detections.
+        first: Description of each of the first ones.
+        not_checked: Checks that could not be made, and why; None: all were made.
     """
 
     count: int
@@ -175,17 +175,17 @@ class DetectionSummary:
 
 @dataclass(frozen=True, slots=True)
 class GuaranteeSummary:
-    """What the algorithm promised of the first learner's messages; the others differ in numbers only.
+    """Guarantee of the first learner's messages; those of the others differ in numbers only.
 
     Attributes:
-        algorithm: its name in the spec.
-        threat_model: who may listen: `wire`, `neighbour` or `output`.
-        adjacency: which two data sets must look alike.
-        accounting: the mode that the losses follow.
-        proof: where it stands.
-        constants: name, value, and what enforces it.
-        output: epsilon against somebody who sees published decisions only, where that is a promise of its own.
-        shared: all learners hold the same records, and their epsilons add up.
+        algorithm: Name of the algorithm in the spec.
+        threat_model: Adversary's view: `wire`, `neighbour` or `output`.
+        adjacency: Pairs of data sets that must be indistinguishable.
+        accounting: Accounting mode of the losses.
+        proof: Reference to the proof.
+        constants: Name and value of each constant, and what enforces it.
+        output: Epsilon against an adversary that reads published decisions only, if it has a guarantee of its own.
+        shared: Whether all learners hold the same records, so that their epsilons add up.
     """
 
     algorithm: str
@@ -200,26 +200,26 @@ class GuaranteeSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A whole run.
+    """Results of a whole run.
 
     Attributes:
-        promise: what was promised, and what that rests on.
-        state: `finished`, `stopped` or `failed`; `detail` says why.
-        rounds: planned; None: no end was.
-        seconds: from the first round to the end.
-        edges: pairs of learner indices.
-        one_way: pairs of them, of which the first speaks to the second and never hears it.
-        disagreement: largest share of held-out records on which two learners predict different labels.
-        central_accuracy: of a non-private model trained on all records together.
-        warnings: conditions of a theorem that do not hold, by code.
-        private_noise: False where a learner's noise came from a recording or a seed.
-        misconduct: what learners noticed of each other, a line on each.
-        noticed: by the eavesdropper; None without one, or where its capture cannot be read.
-        not_captured: what the capture lacks, a line on each; nothing without one, or where it is complete.
-        not_computed: what could not be computed of the summary, and why, a line on each.
-        tapped: what a wiretap noted; None without one, or where its capture cannot be read.
-        measured: what it costs to publish accuracies that were measured here, of models that no learner was asked for; empty:
-            none was.
+        guarantee: Guarantee, and its assumptions.
+        state: `finished`, `stopped` or `failed`; `detail` gives the reason.
+        rounds: Planned rounds; None: unbounded.
+        seconds: Seconds from the first round to the end.
+        edges: Pairs of learner indices.
+        one_way: Pairs of a sender and a receiver that are connected in this direction alone.
+        disagreement: Largest share of held-out records on which two learners predict different labels.
+        central_accuracy: Accuracy of a non-private model trained on all records together.
+        warnings: Conditions of a theorem that do not hold, by code.
+        private_noise: False if a learner's noise came from a recording or a seed.
+        violations: Violations that learners reported of each other, one line for each.
+        detections: Detections of the eavesdropper; None without one, or if its capture cannot be read.
+        missing_traffic: Parts that the capture lacks, one line for each; empty without a capture, or if it is complete.
+        failed_parts: Parts of the summary that could not be computed, and why, one line for each.
+        wiretap: Ciphertext that a wiretap recorded; None without one, or if its capture cannot be read.
+        publication_cost: Cost of publishing accuracies that were measured here, of models that were not requested from learners;
+            empty: none was measured.
     """
 
     name: str
@@ -254,31 +254,31 @@ class RunSummary:
 
     @property
     def is_live(self) -> bool:
-        """Whether its records came while it went on: they are with its learners, and nobody else has them."""
+        """Whether records arrive during the run; they stay with the learners, and no other process has them."""
         return self.data == "live"
 
     @property
     def has_prequential_accuracy(self) -> bool:
-        """Whether learners told, while it went on, how right they were on their own records."""
-        return any(told is not None and math.isfinite(told) for look in self.progress for told in look.accuracy)
+        """Whether learners reported accuracy on their own records during the run."""
+        return any(value is not None and math.isfinite(value) for each in self.progress for value in each.accuracy)
 
     @property
     def rounds_done(self) -> int:
-        """Rounds that all learners have done who were there to the end."""
+        """Minimum number of completed rounds over the learners that stayed to the end."""
         return min((learner.rounds_done for learner in self.learners if not learner.has_left), default=0)
 
     @property
     def epsilon_record_use(self) -> float:
-        """Epsilon of one event to somebody who hears everything: the largest of all learners, or their sum if shared."""
+        """Epsilon of one record use against an observer of all traffic: the maximum of the learners, or their sum if shared."""
         return combine_epsilons(
             (learner.epsilon_record_use for learner in self.learners), has_shared_records=self.guarantee.shared
         )
 
     @property
     def rounds_per_second(self) -> float:
-        """Mean speed."""
+        """Mean number of rounds per second."""
         return self.rounds_done / self.seconds if self.seconds > 0 else 0.0
 
     def save(self, path: Path) -> None:
-        """Write as JSON, in which infinities and not-a-number stand as `Infinity` and `NaN`."""
+        """Write as JSON; infinities and not-a-number are written as `Infinity` and `NaN`."""
         write_json(path, self, not_finite="constants")

@@ -1,4 +1,4 @@
-"""A sweep: one experiment at every combination of some values, each simulated with many seeds."""
+"""Sweep: one experiment at every combination of some values, each simulated with many seeds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Job:
 
     @property
     def rounds(self) -> int:
-        """Of all seeds."""
+        """Rounds of all seeds."""
         return self.replicas * self.experiment.rounds
 
 
@@ -51,36 +51,36 @@ def sweep(
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Results:
-    """Simulate an experiment at every combination of these values, and say how well it learned, and what it promises.
+    """Simulate an experiment at every combination of these values, and return its metrics and guarantees.
 
-    Seeds are replicas: they differ in their noise, and every combination gets the same noise, so that their differences are due
-    to what was changed. With `vary_data` each seed also deals the records anew (`data.seed`, counted up), so that the interval
-    holds for another split of the same source, not for these records alone. A table does not depend on backend and jobs.
+    Seeds are replicas: they differ in their noise, and every combination gets the same noise, so that differences are due to the
+    changed values. With `vary_data` each seed also partitions the records anew (`data.seed`, counted up), so that the interval
+    covers other partitions of the same source, not these records alone. Results do not depend on backend and jobs.
 
     Args:
-        experiment: what is the same in all, or the path of a spec file.
-        changes: field to its values; a field of a section by its place, with dots.
-        seeds: repetitions of each combination.
-        seed: of the noise.
-        metrics: names of those wanted (default: all; docs/metrics.md lists them), each after the last round.
-        vary_data: deal the records anew for each seed.
+        experiment: Experiment with the common values, or the path of a spec file.
+        changes: Values of each field; a field of a section is named by its path, with dots.
+        replicas: Repetitions of each combination.
+        seed: Seed of the noise.
+        metrics: Names of metrics (default: all; see docs/metrics.md), each after the last round.
+        vary_data: Whether each seed partitions the records anew.
         backend: `processes` of this machine; `ray` or `dask`; or the address of a cluster, `ray://…` or `dask://…`.
-        jobs: at a time (default: one for each core).
-        progress: told how many of how many jobs are done.
+        jobs: Number of concurrent jobs (default: one for each core).
+        progress: Called with the numbers of completed jobs and of all jobs.
 
     Returns:
-        A run per combination, measured after the last round. `summary()` has a row for each of them and each metric, with its
-        mean over the seeds, 95 % interval and epsilon (of `vary_data` the largest of all seeds); `metrics` has every number.
+        A run per combination, measured after the last round. `summary()` has a row for each run and metric, with the mean over
+        the seeds, 95 % interval and epsilon (with `vary_data` the largest of all seeds); `metrics` has every number.
 
     Raises:
-        SpecError: a field or value is not allowed (of which combination, is said before anything is simulated), no such
-            metric, or what the backend or the metrics need is not installed.
-        Unavailable: nobody answers where the cluster should be.
-        DataError: the data cannot be used.
+        SpecError: A field or value is not allowed (the error names the combination, before any simulation), a metric does not
+            exist, or a package that the backend or the metrics need is not installed.
+        Unavailable: The cluster does not answer.
+        DataError: The data cannot be used.
 
     >>> from sottovoce_core.experiment import Experiment
     >>> experiment = Experiment(rounds=5, learners=3, algorithm="ldp-dol")
-    >>> table = sweep(experiment, {"algorithm.sigma": [1, 2]}, seeds=4, metrics=["average_loss"], jobs=1).summary()
+    >>> table = sweep(experiment, {"algorithm.sigma": [1, 2]}, replicas=4, metrics=["average_loss"], jobs=1).summary()
     >>> table.where(metric="average_loss")["algorithm.sigma"]
     array([1, 2])
     >>> bool((table["low"] <= table["mean"]).all()), table["seeds"].tolist()
@@ -93,7 +93,7 @@ def sweep(
 
 
 def sweep_with_progress(
-    ready: Callable[[PreparedRun], object],
+    on_ready: Callable[[PreparedRun], object],
     experiment: Experiment | Path | str,
     changes: Mapping[str, Sequence[Any]],
     replicas: int,
@@ -104,40 +104,42 @@ def sweep_with_progress(
     jobs: int | None,
     metrics: Sequence[str] | None = None,
     progress: CountCallback | None = None,
-    display: ProgressReporter = ignore_progress,
+    report: ProgressReporter = ignore_progress,
 ) -> Results:
-    """As `sweep`; `ready` is given each combination's run before anything is simulated, `say` is told how far it is."""
+    """Sweep; `on_ready` is called with each combination's run before any simulation, `report` with the progress."""
     require_count("seeds", replicas)
     experiment = resolve_experiment(experiment)
     if empty := [field for field, values in changes.items() if not len(values)]:
         raise SpecError(f"a sweep needs values for {', '.join(empty)}")
     if vary_data and "data.seed" in changes:
-        raise SpecError("data.seed is what vary_data varies, so it cannot be among the changes")
+        raise SpecError("data.seed must not be among the changes with vary_data, which changes it for each seed")
     settings = [dict(zip(changes, setting, strict=True)) for setting in itertools.product(*changes.values())]
-    each = [_changed(experiment, setting, ready) for setting in settings]
-    jobs_of = [
-        _jobs(one, setting, replicas, seed, metrics, vary_data=vary_data)
+    each = [_apply_changes(experiment, setting, on_ready) for setting in settings]
+    job_lists = [
+        _make_jobs(one, setting, replicas, seed, metrics, vary_data=vary_data)
         for one, setting in zip(each, settings, strict=True)
     ]
-    found = iter(_worked(list(itertools.chain(*jobs_of)), backend, jobs, progress, display))
-    return Results(tuple(_joined(list(itertools.islice(found, len(mine)))) for mine in jobs_of))
+    found = iter(_run_jobs(list(itertools.chain(*job_lists)), backend, jobs, progress, report))
+    return Results(tuple(_join(list(itertools.islice(found, len(each)))) for each in job_lists))
 
 
-def _changed(experiment: Experiment, setting: Mapping[str, Any], ready: Callable[[PreparedRun], object]) -> Experiment:
-    """One combination, that can be run. Its records are not kept: they would travel to every process."""
+def _apply_changes(
+    experiment: Experiment, setting: Mapping[str, Any], on_ready: Callable[[PreparedRun], object]
+) -> Experiment:
+    """Build the experiment of one combination and check it. Its records are not kept: every process would receive them."""
     try:
         one = experiment.replace(**setting)
-        ready(prepare(one, folders=get_data_folders()))
+        on_ready(prepare(one, folders=get_data_folders()))
     except (SpecError, DataError) as error:
-        told = str(error).removeprefix("experiment: ")
-        named = ", ".join(f"{field}={value}" for field, value in setting.items())
-        if not named:
+        text = str(error).removeprefix("experiment: ")
+        setting_text = ", ".join(f"{field}={value}" for field, value in setting.items())
+        if not setting_text:
             raise
-        raise (SpecError if isinstance(error, SpecError) else DataError)(f"{named}: {told}") from error
+        raise (SpecError if isinstance(error, SpecError) else DataError)(f"{setting_text}: {text}") from error
     return one
 
 
-def _jobs(
+def _make_jobs(
     experiment: Experiment,
     changes: Mapping[str, Any],
     seeds: int,
@@ -146,7 +148,7 @@ def _jobs(
     *,
     vary_data: bool,
 ) -> list[_Job]:
-    """All seeds at once where they learn from the same records."""
+    """Make one job of all seeds that learn from the same records."""
     if not vary_data:
         return [_Job(experiment, changes, seeds, np.random.SeedSequence(seed), metrics)]
     first, own = experiment.data.seed, np.random.SeedSequence(seed).spawn(seeds)
@@ -154,36 +156,36 @@ def _jobs(
     return [_Job(one, changes, 1, noise, metrics) for one, noise in zip(varied, own, strict=True)]
 
 
-def _worked(
-    work: Sequence[_Job], backend: Backend, jobs: int | None, progress: CountCallback | None, say: ProgressReporter
+def _run_jobs(
+    work: Sequence[_Job], backend: Backend, jobs: int | None, progress: CountCallback | None, report: ProgressReporter
 ) -> Sequence[Result]:
     found = []
-    with open_mapper(backend, jobs) as over:
+    with open_mapper(backend, jobs) as mapper:
         for each in map_with_progress(
-            over, lambda job: job.rounds, lambda done, of: say("simulating", done, of, "rounds")
-        )(_measured, work):
+            mapper, lambda job: job.rounds, lambda done, total: report("simulating", done, total, "rounds")
+        )(_run_job, work):
             found.append(each)
             if progress is not None:
                 progress(len(found), len(work))
     return found
 
 
-def _measured(job: _Job) -> Result:
+def _run_job(job: _Job) -> Result:
     rounds = job.experiment.rounds
 
-    def passed(step: SimulatedRound) -> None:
+    def report_round(step: SimulatedRound) -> None:
         job.tell((step.t + 1) / rounds)
 
     try:
-        (run,) = simulate(job.experiment, job.replicas, job.seed, metrics=(rounds,), progress=passed).results.runs
+        (run,) = simulate(job.experiment, job.replicas, job.seed, metrics=(rounds,), progress=report_round).results.runs
     except Exception as error:
         from sottovoce_rpc.logs import describe_user_code_error
 
-        if told := describe_user_code_error(error):
-            error.add_note(told)
+        if text := describe_user_code_error(error):
+            error.add_note(text)
         raise
     finals = run.curves.curves
-    # Here, for the first job that ends should say so, not the last.
+    # Checked here, so that the first job that ends reports it, not the last.
     if unknown := sorted(set(job.metrics or ()) - finals.keys()):
         raise SpecError(f"metrics must be of {', '.join(finals)}, got {', '.join(unknown)}")
     wanted = {name: finals[name] for name in job.metrics or finals}
@@ -191,8 +193,8 @@ def _measured(job: _Job) -> Result:
     return Result(facts, replace(run.curves, curves=wanted))
 
 
-def _joined(runs: Sequence[Result]) -> Result:
-    """One run of all these seeds; it promises what the worst of them does."""
+def _join(runs: Sequence[Result]) -> Result:
+    """Join runs of different seeds into one, with the largest of their epsilons."""
     first, all_curves = runs[0], [each.curves for each in runs]
     epsilons = {
         name: max(getattr(each.facts, name) for each in runs)

@@ -95,7 +95,7 @@ def _ended_learner(said: Mapping[str, Any], state: str) -> LearnerView:
         name=escape_control(str(said["name"])),
         address="",
         state="left" if said["left"] else escape_control(state),
-        away_since=None,
+        disconnected_since=None,
         rounds_done=int(said["rounds"]),
         epsilon=float(said["spent"]),
         epsilon_limit=None if said["budget"] is None else float(said["budget"]),
@@ -111,7 +111,7 @@ def _ended_learner(said: Mapping[str, Any], state: str) -> LearnerView:
 
 PAGE_SUFFIX, CAPTURE_FACTS_FILE = ".html", "capture.json"
 """What may be opened: files that end so, and files of this name."""
-_CLOSED = frozenset({"journals", "identities", "logs", "authority", "ledger"})
+_CLOSED = frozenset({"learner-state", "journals", "identities", "logs", "authority", "ledger"})
 _MAX_DEPTH, _MAX_FOLDERS, _MAX_LISTED_FILES = 5, 2_000, 100
 _MAX_FACTS_BYTES, _MAX_SUMMARY_BYTES = 4 * 1024 * 1024, 64 * 1024 * 1024
 

@@ -106,7 +106,7 @@ class HighWaterMark(NamedTuple):
             raise CorruptStateError(
                 f"{path} was written at another place: this state folder is a copy, and two learners with one ledger would each "
                 "spend the whole budget. Start the learner on the folder that it was in. Where this one is the newest and the "
-                f"only one that is left, say so: `sottovoce ledger --moved --state {path.parent} --learner {path.stem}`"
+                f"only one that is left, say so: `sottovoce ledger --adopt-copy --state {path.parent} --learner {path.stem}`"
             )
         return found
 

@@ -114,7 +114,7 @@ function filled(cell, key, build) {
 }
 const GOOD = ["finished", "running", "complete"];
 const BAD = ["failed", "lost", "budget exhausted"];
-const NEAR = ["away", "connecting", "stopped", "no answer"];
+const NEAR = ["disconnected", "connecting", "stopped", "no answer"];
 const tone = (state) => (BAD.includes(state) ? "bad" : NEAR.includes(state) ? "near" : GOOD.includes(state) ? "good" : "");
 const pill = (state) => (cell) => {
   const [shown] = filled(cell, "pill", () => [make("span")]).children;
@@ -261,7 +261,7 @@ function graph(now) {
   });
   now.learners.forEach((each, i) => {
     const [title] = at("nodes").children[i].children;
-    const look = ["running", "connecting"].includes(each.state) ? "" : each.state === "away" ? "gone" : tone(each.state) || "idle";
+    const look = ["running", "connecting"].includes(each.state) ? "" : each.state === "disconnected" ? "gone" : tone(each.state) || "idle";
     give(at("nodes").children[i], { class: `node ${look}`.trim() });
     text(title, `${each.name}: ${each.state}, round ${count(each.rounds)}`);
   });
@@ -289,7 +289,7 @@ function learners(now) {
       const [shown, since] = filled(cell, "state", () => [make("span"), make("small")]).children;
       name(shown, `state ${tone(each.state)}`.trim());
       text(shown, each.state);
-      text(since, each.away_since ? `since ${moment(each.away_since)}` : "");
+      text(since, each.disconnected_since ? `since ${moment(each.disconnected_since)}` : "");
     },
     count(each.rounds),
     (cell) => budget(cell, each),
@@ -320,7 +320,7 @@ function notices(now, captures) {
     ...(now.ended && now.state !== "finished" ? [["bad", "", `The run ${now.state}${now.detail ? `: ${now.detail}` : ""}`]] : []),
     ...now.notices.map((said) => ["bad", "", said]),
     ...captures.filter((each) => each.run_id === now.run_id && /noticed|missing/.test(each.state)).map((each) => ["bad", "", `capture: ${each.state}`]),
-    ...now.learners.flatMap((each) => (each.away_since ? [["near", each.name, `is away since ${moment(each.away_since)}`]] : [])),
+    ...now.learners.flatMap((each) => (each.disconnected_since ? [["near", each.name, `is disconnected since ${moment(each.disconnected_since)}`]] : [])),
     ...now.learners.flatMap((each) => each.notices.map((said) => ["near", each.name, said])),
   ];
   const list = at("notices"), shown = told.slice(0, 40);

@@ -157,7 +157,7 @@ def _gathered(runs: Sequence[RunTraffic], name: str, claim: NoiseClaim) -> _Fiel
     known = find_field_sources(runs)
     if name not in known:
         names = ", ".join(known) or "none: a decoder gives them"
-        raise SpecError(f"--noise-law must name decoded fields, got {name!r}; there are {names}")
+        raise SpecError(f"--noise-distribution must name decoded fields, got {name!r}; there are {names}")
     short = name.split(" in ", 1)[0]
     width = max(len(each.fields[short]) for them in known[name] for _, each in them)
     shape = (len(runs), len(known[name]), width)
