@@ -1,6 +1,6 @@
 """Differentially private decentralized online learning, and an eavesdropper that audits the wire.
 
-A name is imported when it is first used, so that `import sottovoce` loads nothing else.
+Names are imported on first use, so that `import sottovoce` loads no other module.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MODULES = {
     "sottovoce_core.errors": ("DataError", "SottovoceError", "SpecError"),
     "sottovoce_core.experiment": ("Experiment", "load"),
     "sottovoce_core.privacy.guarantee": ("Guarantee",),
-    "sottovoce_core.results": ("ResultListing", "read_results"),
+    "sottovoce_core.results": ("Results", "read_results"),
     "sottovoce_core.table": ("Table",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -52,7 +52,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 __all__ = ["__version__", *sorted(_MODULE_OF)]
 
 
-if not TYPE_CHECKING:  # with it, every name would be an attribute
+if not TYPE_CHECKING:  # type checkers would accept any name as an attribute
 
     def __getattr__(name: str) -> object:
         if name == "__version__":

@@ -1,1 +1,1 @@
-"""What people hold: the command line, the Python client, feeders, the console and the report."""
+"""Command line, Python client, feeders, web console and reports."""

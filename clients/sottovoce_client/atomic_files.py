@@ -1,7 +1,4 @@
-"""Files that commands write: those that are new, and JSON of plain values, dataclasses and arrays, for programs.
-
-`scratch` makes a folder for a while: one that a killed process has left is removed by the next process.
-"""
+"""Atomic writes of new files, of text and of JSON; and scratch folders, which a later process removes after a crash."""
 
 from __future__ import annotations
 
@@ -19,14 +16,14 @@ from pydantic_core import to_json
 from sottovoce_core.errors import SpecError
 
 Opener = Callable[[str, int], int]
-"""What opens a file: its path and flags to a descriptor."""
+"""Function that opens a file: (path, flags) -> file descriptor."""
 
 
 def require_new(out: Path | None) -> None:
-    """What an earlier command wrote is not replaced: refused before anything is done for it. None: nothing is written.
+    """Check that an output file does not exist, before any work starts. None: no file will be written.
 
     Raises:
-        SpecError: something is there.
+        SpecError: The file exists.
     """
     if out is not None and os.path.lexists(out):
         raise SpecError(f"there is a file {out} already: give another --out, or move it away")
@@ -34,9 +31,9 @@ def require_new(out: Path | None) -> None:
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Where to write a file: beside its place, as `NAME.partial`, which takes its name when the block ends.
+    """Yield a path `NAME.partial` to write to, which is renamed to `NAME` when the block ends without an error.
 
-    It stays what it is called where an error or Ctrl-C ends the block, or the process: what is not whole never looks so.
+    After an error, Ctrl-C or a crash the partial file keeps its name: an incomplete file is never taken for a complete one.
     """
     draft = path.with_name(f"{path.name}.partial")
     yield draft
@@ -45,10 +42,10 @@ def write_atomically(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def create_file(out: Path) -> Iterator[BinaryIO]:
-    """A file that was not there, complete once the block ends; where that fails, nothing stays.
+    """Create a new file, which exists only once the block has ended without an error.
 
     Raises:
-        SpecError: something is there by now, or it cannot be written.
+        SpecError: The file exists, or cannot be written.
     """
     require_new(out)
     try:
@@ -62,22 +59,22 @@ def create_file(out: Path) -> Iterator[BinaryIO]:
             require_new(out)
     except FileExistsError:
         raise SpecError(
-            f"there is a file {out}.partial already, which another command writes, or has left when it was killed: "
-            "give another --out, or move it away"
+            f"there is a file {out}.partial already, written or left behind by another command: give another --out, or move "
+            "it away"
         ) from None
     except OSError as error:
         raise SpecError(f"cannot write {out}: {error.strerror or error}") from None
 
 
 def open_private(path: str, flags: int) -> int:
-    """What opens a file that its user alone may read: `open(path, "w", opener=private)`."""
+    """Open a file that only its owner may read: `open(path, "w", opener=open_private)`."""
     descriptor = os.open(path, flags, 0o600)
-    os.fchmod(descriptor, 0o600)  # a file that was there keeps its mode
+    os.fchmod(descriptor, 0o600)  # an existing file would keep its mode
     return descriptor
 
 
 def write_text(path: Path, text: str, *, opener: Opener | None = None) -> None:
-    """Write a text file, in UTF-8; `opener`: as of `open`, such as `private`."""
+    """Write a text file in UTF-8; `opener` is passed to `open`, such as `open_private`."""
     with write_atomically(path) as draft, open(draft, "w", encoding="utf-8", opener=opener) as file:
         file.write(text)
 
@@ -85,62 +82,60 @@ def write_text(path: Path, text: str, *, opener: Opener | None = None) -> None:
 def write_json(
     path: Path, document: Any, *, not_finite: Literal["null", "constants"] = "null", opener: Opener | None = None
 ) -> None:
-    """Write a document: a mapping or a dataclass, of such, of lists and of arrays.
+    """Write a JSON document.
 
     Args:
-        path: the file.
-        document: what it says.
-        not_finite: how numbers stand in it that are not finite: as null, for JSON knows no infinity, or as `Infinity` and `NaN`.
-        opener: as of `open`, such as `private`.
+        path: The file.
+        document: Mapping or dataclass, which may contain others, lists and arrays.
+        not_finite: Encoding of non-finite numbers: null, as JSON has no infinity, or the constants `Infinity` and `NaN`.
+        opener: Opener for `open`, such as `open_private`.
     """
     content = to_json(document, indent=2, inf_nan_mode=not_finite, fallback=lambda array: array.tolist())
     with write_atomically(path) as draft, open(draft, "wb", opener=opener) as file:
         file.write(content + b"\n")
 
 
-# ---- folders for a while ---------------------------------------------------------------------------------------------
+# ---- scratch folders -------------------------------------------------------------------------------------------------
 
 
-_MARK = ".sottovoce-scratch"
-"""A file that makes a folder one of these; whoever works there holds a lock on it, which ends with the process."""
+_LOCK_FILE = ".sottovoce-scratch"
+"""Name of the file that marks a scratch folder; the process that uses the folder holds a lock on it."""
 
 
 @contextmanager
 def create_scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """A folder that is removed in the end; before, those that were left behind under the same prefix.
+    """Create a folder that is removed when the block ends; first remove abandoned ones of the same prefix.
 
     Args:
-        prefix: of its name.
-        where: in which folder (default: where the system has such).
+        prefix: Prefix of its name.
+        parent: Parent folder (default: the system's folder for temporary files).
 
     Raises:
-        OSError: it cannot be made.
+        OSError: The folder cannot be created.
     """
     parent = parent or Path(tempfile.gettempdir())
-    for each in parent.glob(f"{prefix}*/{_MARK}"):
-        with suppress(OSError):  # another user's, or another process has been faster
-            _clear(each)
+    for each in parent.glob(f"{prefix}*/{_LOCK_FILE}"):
+        with suppress(OSError):  # it belongs to another user, or another process was faster
+            _remove_abandoned(each)
     with (
-        tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as made,
-        (Path(made) / f"{_MARK}.new").open("xb") as mark,
+        tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as folder,
+        (Path(folder) / f"{_LOCK_FILE}.new").open("xb") as lock,
     ):
-        fcntl.flock(mark, fcntl.LOCK_EX)
-        os.rename(mark.name, Path(made) / _MARK)  # nobody finds it before it is locked
-        yield Path(made)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(lock.name, Path(folder) / _LOCK_FILE)  # other processes find it only once it is locked
+        yield Path(folder)
 
 
-def _clear(mark: Path) -> None:
-    """Remove a folder in which nobody works.
+def _remove_abandoned(lock: Path) -> None:
+    """Remove the scratch folder of a lock file that no process holds.
 
     Raises:
-        OSError: somebody does, or it is not this user's.
+        OSError: A process holds the lock, or the folder cannot be removed.
     """
-    descriptor = os.open(
-        mark, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    )  # a named pipe of somebody's is not waited on
+    descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # does not block on a named pipe
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_uid == os.geteuid():
-            shutil.rmtree(mark.parent)
+            shutil.rmtree(lock.parent)
     finally:
         os.close(descriptor)

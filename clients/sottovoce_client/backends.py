@@ -1,4 +1,4 @@
-"""Much work side by side: processes here, or a Ray or Dask cluster; and how much of it is done, here or in other processes."""
+"""Parallel map over local processes, or a Ray or Dask cluster; and progress of the work across processes."""
 
 from __future__ import annotations
 
@@ -23,31 +23,35 @@ from sottovoce_core.optional import import_optional
 from sottovoce_rpc.addresses import parse_address
 
 Backend = str
-"""`processes`, `ray`, `dask`, or the address of a cluster: `ray://HOST:PORT`, `dask://HOST:PORT`."""
+"""Name of a backend, `processes`, `ray` or `dask`, or the address of a cluster, `ray://HOST:PORT` or `dask://HOST:PORT`."""
 
 Mapper = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
-"""As `map`: works on pieces, one after the other or side by side; results come in order."""
+"""Function like `map`, which may process pieces in parallel; results are in order."""
 
 _CONNECT_TIMEOUT_S = 20
 _PARENT_CHECK_PERIOD_S = 0.2
-"""Between two looks of a worker, whether whoever started it is still there."""
+"""Seconds between two checks of a worker that its parent process is alive."""
 _MAX_RETRIES = 3
-"""Of a piece on Ray whose worker dies."""
+"""Maximum number of retries on Ray of a piece whose worker dies."""
 _MAX_TASKS_PER_CORE = 4
-"""Pieces that are on their way for each core of a cluster of Ray."""
+"""Maximum number of submitted pieces per core of a Ray cluster."""
 
 
 def parse_backend(backend: Backend) -> tuple[str, str]:
-    """What works, `processes`, `ray` or `dask`, and at which address; empty: the one that the environment names, or none.
+    """Return the engine, `processes`, `ray` or `dask`, and the address of its cluster, from the name or the environment.
+
+    An empty address means local workers.
 
     Raises:
-        SpecError: there is no such backend.
+        SpecError: There is no such backend.
     """
     engine, scheme, address = backend.partition("://")
     if engine not in ("processes", "ray", "dask") or (scheme and (engine == "processes" or not address)):
         raise SpecError(f"a backend must be processes, ray, dask, ray://HOST:PORT or dask://HOST:PORT, got {backend!r}")
     if address:
-        parse_address(address.rpartition("://")[2], f"--backend {engine}://")  # Dask's own begin with tcp:// or tls://
+        parse_address(
+            address.rpartition("://")[2], f"--backend {engine}://"
+        )  # Dask's own addresses start with tcp:// or tls://
     elif engine != "processes":
         address = os.environ.get({"ray": "RAY_ADDRESS", "dask": "DASK_SCHEDULER_ADDRESS"}[engine], "")
         return engine, address
@@ -56,75 +60,75 @@ def parse_backend(backend: Backend) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def open_mapper(backend: Backend, jobs: int | None = None) -> Iterator[Mapper]:
-    """How pieces of work are worked on; what comes of them does not depend on it.
+    """Yield a `map` over processes, Ray or Dask; results are identical on all.
 
     Args:
         backend: `processes` of this machine; `ray` or `dask`: the cluster that RAY_ADDRESS or DASK_SCHEDULER_ADDRESS names, or
-            one of this machine's own for the time being; or the address of a cluster, `ray://HOST:PORT` or `dask://HOST:PORT`.
-        jobs: at a time (default: one for each core; on a cluster that is there, what it has room for).
+            a temporary one on this machine; or the address of a cluster, `ray://HOST:PORT` or `dask://HOST:PORT`.
+        jobs: Number of parallel jobs (default: one for each core; on an existing cluster, its capacity).
 
     Raises:
-        SpecError: no such backend, or the extra is not installed.
-        Unavailable: nobody answers at the address; or, while pieces are worked on, workers died again and again.
+        SpecError: No such backend, or its optional dependency is not installed.
+        Unavailable: The cluster does not answer, or workers died repeatedly while processing a piece.
     """
     engine, address = parse_backend(backend)
-    with {"processes": _processes, "ray": _ray, "dask": _dask}[engine](address, jobs) as mapper:
+    with {"processes": _open_processes, "ray": _open_ray, "dask": _open_dask}[engine](address, jobs) as mapper:
         yield mapper
 
 
 @contextlib.contextmanager
-def _processes(address: str, jobs: int | None) -> Iterator[Mapper]:
+def _open_processes(address: str, jobs: int | None) -> Iterator[Mapper]:
     jobs = jobs or os.cpu_count() or 1
     if jobs == 1:
         yield map
         return
     joblib, parent = import_optional("joblib", "joblib", "several jobs at a time"), os.getpid()
 
-    def over(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:
-        if len(pieces) < 2:  # not worth starting processes for
+    def map_pieces(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:
+        if len(pieces) < 2:  # starting processes would take longer
             return map(work, pieces)
-        with _deaf():
-            resource_tracker.ensure_running()  # joblib needs it, and up to Python 3.11 starting it ends the deafness
-        with _deaf():
+        with _block_signals():
+            resource_tracker.ensure_running()  # joblib needs it; up to Python 3.11 its start unblocks the signals
+        with _block_signals():
             results = joblib.Parallel(return_as="generator")(
-                joblib.delayed(_done_for)(parent, Path.cwd(), work, piece) for piece in pieces
+                joblib.delayed(_run_in_worker)(parent, Path.cwd(), work, piece) for piece in pieces
             )
-            begun.callback(_ended, results)
+            pending.callback(_cancel, results)
         return iter(results)
 
-    with joblib.parallel_config("loky", n_jobs=jobs), contextlib.ExitStack() as begun:
-        yield over
+    with joblib.parallel_config("loky", n_jobs=jobs), contextlib.ExitStack() as pending:
+        yield map_pieces
 
 
-def _done_for(parent: int, folder: Path, work: Callable[[Any], Any], piece: Any) -> Any:
-    """In a worker, which may have worked for the same parent before, in another folder."""
-    if os.getpid() != parent:  # where joblib may start none, it works here
-        _end_with(parent)
+def _run_in_worker(parent: int, folder: Path, work: Callable[[Any], Any], piece: Any) -> Any:
+    """Process a piece in a worker, which an earlier call may have used in another folder."""
+    if os.getpid() != parent:  # joblib runs the piece in this process if it can start none
+        _exit_with_parent(parent)
         os.chdir(folder)
     return work(piece)
 
 
 @functools.cache
-def _end_with(parent: int) -> None:
-    """In a worker: it ends when whoever started it is gone, however that ended, in the middle of a piece, too."""
+def _exit_with_parent(parent: int) -> None:
+    """Start a thread that ends this worker when its parent has ended, even in the middle of a piece."""
 
-    def look() -> None:
+    def watch_parent() -> None:
         while os.getppid() == parent:
             time.sleep(_PARENT_CHECK_PERIOD_S)
         os._exit(1)
 
-    threading.Thread(target=look, name="parent", daemon=True).start()
+    threading.Thread(target=watch_parent, name="parent", daemon=True).start()
 
 
-def _ended(results: Generator[Any]) -> None:
-    """Nobody waits for these any more: whatever still works on them is killed."""
-    with warnings.catch_warnings(action="ignore"):  # that they were not all taken
+def _cancel(results: Generator[Any]) -> None:
+    """Kill the workers that still process pieces."""
+    with warnings.catch_warnings(action="ignore"):  # joblib warns about results that were not consumed
         results.close()
 
 
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """Processes that are started meanwhile hear neither Ctrl-C nor a closed terminal: whoever started them ends them."""
+def _block_signals() -> Iterator[None]:
+    """Block SIGINT and SIGHUP for processes started in the block: their parent ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
@@ -133,168 +137,171 @@ def _deaf() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _dask(address: str, jobs: int | None) -> Iterator[Mapper]:
+def _open_dask(address: str, jobs: int | None) -> Iterator[Mapper]:
     distributed = import_optional("distributed", "dask", "--backend dask", "dask")
-    here = {"n_workers": jobs or os.cpu_count() or 1, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
-    with _reaching("Dask", address):
-        client = distributed.Client(address or None, timeout=_CONNECT_TIMEOUT_S, **({} if address else here))
+    local = {"n_workers": jobs or os.cpu_count() or 1, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
+    with _convert_connect_errors("Dask", address):
+        client = distributed.Client(address or None, timeout=_CONNECT_TIMEOUT_S, **({} if address else local))
     joblib = import_optional("joblib", "joblib", "--backend dask")
 
-    def over(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:
+    def map_pieces(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:
         results: Iterator[Any] = joblib.Parallel(return_as="generator")(joblib.delayed(work)(piece) for piece in pieces)
         return results
 
-    with client, _dying("Dask", distributed.KilledWorker), joblib.parallel_config("dask", n_jobs=jobs or -1):
-        yield over
+    dead = distributed.KilledWorker
+    with client, _convert_worker_errors("Dask", dead), joblib.parallel_config("dask", n_jobs=jobs or -1):
+        yield map_pieces
 
 
 @contextlib.contextmanager
-def _ray(address: str, jobs: int | None) -> Iterator[Mapper]:
+def _open_ray(address: str, jobs: int | None) -> Iterator[Mapper]:
     ray = import_optional("ray", "ray", "--backend ray", "ray")
-    here = {"num_cpus": jobs or os.cpu_count() or 1, "include_dashboard": False}
-    with _reaching("Ray", address):
-        ray.init(address or None, log_to_driver=False, logging_level="error", **({} if address else here))
+    local = {"num_cpus": jobs or os.cpu_count() or 1, "include_dashboard": False}
+    with _convert_connect_errors("Ray", address):
+        ray.init(address or None, log_to_driver=False, logging_level="error", **({} if address else local))
 
-    def result(reference: Any) -> Any:
+    def get_result(reference: Any) -> Any:
         try:
             return ray.get(reference)
-        except ray.exceptions.RayTaskError as error:  # whose text is the worker's traceback
+        except ray.exceptions.RayTaskError as error:  # its text is the worker's traceback
             raise error.cause from None
 
     try:
-        most = jobs or _MAX_TASKS_PER_CORE * max(int(ray.cluster_resources().get("CPU", 1)), 1)
-        task = ray.remote(_done).options(max_retries=_MAX_RETRIES)
-        with _dying("Ray", ray.exceptions.RayError):
-            yield lambda work, pieces: _in_order(pieces, most, lambda piece: task.remote(work, piece), result)
+        max_pending = jobs or _MAX_TASKS_PER_CORE * max(int(ray.cluster_resources().get("CPU", 1)), 1)
+        task = ray.remote(_run).options(max_retries=_MAX_RETRIES)
+        with _convert_worker_errors("Ray", ray.exceptions.RayError):
+            yield lambda work, pieces: _map_in_order(
+                pieces, max_pending, lambda piece: task.remote(work, piece), get_result
+            )
     finally:
         ray.shutdown()
 
 
-def _done(work: Callable[[Any], Any], piece: Any) -> Any:
+def _run(work: Callable[[Any], Any], piece: Any) -> Any:
     return work(piece)
 
 
-def _in_order(
-    pieces: Sequence[Any], most: int, submit: Callable[[Any], Any], result: Callable[[Any], Any]
+def _map_in_order(
+    pieces: Sequence[Any], max_pending: int, submit: Callable[[Any], Any], get_result: Callable[[Any], Any]
 ) -> Iterator[Any]:
-    """Results of pieces, as they come, of which so many are on their way at a time."""
-    under_way = deque[Any]()
+    """Yield results of pieces in order, with at most `max_pending` submitted at a time."""
+    pending = deque[Any]()
     for piece in pieces:
-        if len(under_way) == most:
-            yield result(under_way.popleft())
-        under_way.append(submit(piece))
-    while under_way:
-        yield result(under_way.popleft())
+        if len(pending) == max_pending:
+            yield get_result(pending.popleft())
+        pending.append(submit(piece))
+    while pending:
+        yield get_result(pending.popleft())
 
 
 @contextlib.contextmanager
-def _reaching(engine: str, address: str) -> Iterator[None]:
-    """Whatever an engine raises where it finds no cluster, in a line."""
+def _convert_connect_errors(engine: str, address: str) -> Iterator[None]:
+    """Convert errors of an engine that finds no cluster to `Unavailable`."""
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        where = f"the {engine} cluster at {address}" if address else f"a {engine} cluster of this machine"
-        raise Unavailable(f"cannot reach {where}: {first}") from None
+        cluster = f"the {engine} cluster at {address}" if address else f"a {engine} cluster of this machine"
+        raise Unavailable(f"cannot reach {cluster}: {first}") from None
 
 
 @contextlib.contextmanager
-def _dying(engine: str, died: type[Exception]) -> Iterator[None]:
-    """Workers that died again and again, or that lack what this process has, in a line."""
+def _convert_worker_errors(engine: str, dead: type[Exception]) -> Iterator[None]:
+    """Convert errors of workers that died, or that lack a package, to one line."""
     try:
         yield
-    except died as error:
+    except dead as error:
         raise Unavailable(
-            f"{engine}'s workers died at one piece of work again and again ({type(error).__name__}): have they enough memory?"
+            f"{engine}'s workers died repeatedly at one piece of work ({type(error).__name__}): do they have enough memory?"
         ) from None
     except ImportError as error:
-        raise SpecError(f"{engine}'s workers must have what is installed here: {error}") from None
+        raise SpecError(f"{engine}'s workers must have the packages of this process: {error}") from None
 
 
 # ---- progress of pieces ----------------------------------------------------------------------------------------------
 
 
 _WRITE_PERIOD_S = 0.1
-"""A piece says how far it is once in so long: what tells it every millisecond is not slowed down."""
+"""Minimum seconds between two writes of a piece's progress, so that frequent reports do not slow it down."""
 _READ_PERIOD_S = 0.3
-"""Whoever waits is told anew after so long."""
+"""Seconds between two reports to the caller."""
 _SHARE = struct.Struct("=d")
 
 CountCallback = Callable[[int, int], None]
-"""Is told how much is done, and of how much."""
+"""Callback for progress: (done, total)."""
 
 
 def map_with_progress(mapper: Mapper, size: Callable[[Any], int], on_count: CountCallback) -> Mapper:
-    """The same mapper; while it works, `count` is told how much of all pieces is done, from a thread of its own.
+    """Wrap a mapper so that it reports its progress while it works.
 
     Args:
-        mapper: works on pieces, which have a field `tell`: it is told what share of them is done, in [0, 1].
-        size: of a piece.
-        count: is told. Of a piece on another machine nothing is known before its result comes.
+        mapper: Mapper over pieces with a field `tell`, which they call with their finished share, in [0, 1].
+        size: Function that returns the size of a piece.
+        on_count: Callback, called from a separate thread. A piece on another machine counts only when its result arrives.
     """
 
-    def over(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:
+    def map_pieces(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:
         sizes = [size(piece) for piece in pieces]
         with contextlib.ExitStack() as files:
             try:
                 path = files.enter_context(create_scratch_folder("sottovoce-count-")) / "done"
                 path.write_bytes(bytes(_SHARE.size * len(pieces)))
-            except OSError:  # work does not depend on whether it can be counted
+            except OSError:  # the work goes on without progress reports
                 yield from mapper(work, pieces)
                 return
-            files.enter_context(_watched(path, sizes, on_count))
-            tells = [_Tell(path, k) for k in range(len(pieces))]
-            told = [replace(piece, tell=tell) for piece, tell in zip(pieces, tells, strict=True)]
-            for tell, result in zip(tells, mapper(work, told), strict=True):
-                tell(1.0)
+            files.enter_context(_watch_progress(path, sizes, on_count))
+            writers = [_ProgressWriter(path, k) for k in range(len(pieces))]
+            reporting = [replace(piece, tell=writer) for piece, writer in zip(pieces, writers, strict=True)]
+            for writer, result in zip(writers, mapper(work, reporting), strict=True):
+                writer(1.0)
                 yield result
 
-    return over
+    return map_pieces
 
 
-class _Tell:
-    """Writes down what share of a piece is done. It may be pickled."""
+class _ProgressWriter:
+    """Picklable callback that writes the finished share of a piece to a file."""
 
-    def __init__(self, path: Path, place: int) -> None:
-        self._path, self._place, self._due = path, place, 0.0
+    def __init__(self, path: Path, index: int) -> None:
+        self._path, self._index, self._due = path, index, 0.0
 
     def __call__(self, done: float) -> None:
         now = time.monotonic()
         if done < 1.0 and now < self._due:
             return
         self._due = now + _WRITE_PERIOD_S
-        with contextlib.suppress(OSError), self._path.open("r+b", buffering=0) as file:  # elsewhere there is none
-            file.seek(_SHARE.size * self._place)
+        with contextlib.suppress(OSError), self._path.open("r+b", buffering=0) as file:  # missing on other machines
+            file.seek(_SHARE.size * self._index)
             file.write(_SHARE.pack(done))
 
     def __getstate__(self) -> tuple[Path, int]:
-        return self._path, self._place
+        return self._path, self._index
 
     def __setstate__(self, state: tuple[Path, int]) -> None:
-        self._path, self._place = state
-        self._due = 0.0  # clocks of two machines have nothing to do with each other
+        self._path, self._index = state
+        self._due = 0.0  # monotonic clocks of two machines are unrelated
 
 
 @contextlib.contextmanager
-def _watched(path: Path, sizes: Sequence[int], count: CountCallback) -> Iterator[None]:
-    """Tell what is written down: at once, now and then, and in the end."""
-    over = threading.Event()
+def _watch_progress(path: Path, sizes: Sequence[int], on_count: CountCallback) -> Iterator[None]:
+    """Report the written progress at the start, periodically, and at the end of the block."""
+    ended = threading.Event()
 
-    def look() -> None:
-        with contextlib.suppress(OSError):  # somebody has tidied up
+    def report() -> None:
+        with contextlib.suppress(OSError):  # the file may have been removed
             shares = [share for (share,) in _SHARE.iter_unpack(path.read_bytes())]
-            count(int(sum(share * size for share, size in zip(shares, sizes, strict=True))), sum(sizes))
+            on_count(int(sum(share * size for share, size in zip(shares, sizes, strict=True))), sum(sizes))
 
-    def watch() -> None:
-        while not over.wait(_READ_PERIOD_S):
-            look()
+    def report_periodically() -> None:
+        while not ended.wait(_READ_PERIOD_S):
+            report()
 
-    look()
-    thread = threading.Thread(target=watch, daemon=True)
+    report()
+    thread = threading.Thread(target=report_periodically, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         thread.join()
-    look()
+    report()

@@ -1,4 +1,4 @@
-"""Words of a command line, read before anything large is imported."""
+"""Parsing of a command line before large modules are imported."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ OPTIONS_WITH_VALUE = (
     "--log-level",
     "--profile",
 )
-"""Common options, which may stand before the command, that take a value."""
+"""Common options with a value, which may precede the command."""
 
 
 def strip_common_options(words: Sequence[str]) -> list[str]:
-    """Return a command line from its command on, without the common options before it.
+    """Return the command line from its command on, without the common options before it.
 
     Args:
         words: The command line after `sottovoce`.

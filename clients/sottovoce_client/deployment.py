@@ -1,4 +1,4 @@
-"""Services that are up somewhere, from Python: start an experiment on them, follow it, stop it."""
+"""Python client of running services: start an experiment, watch it, stop it."""
 
 from __future__ import annotations
 
@@ -18,85 +18,85 @@ from sottovoce_rpc.tasks import Tasks
 
 CONNECT_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 20.0
-"""How long runs that are told to stop may take to end, when the block that they were started in is left."""
+"""Seconds that runs may take to stop when the block in which they were started ends."""
 
 
 class RunHandle:
-    """An experiment under way on services, as `Deployment.start` gives it.
+    """A started experiment, created by `Deployment.start`.
 
     Attributes:
-        experiment: what runs.
-        state: `connecting`, `running`, `finished`, `stopped` or `failed`, as of the last look.
+        experiment: The experiment.
+        state: `connecting`, `running`, `finished`, `stopped` or `failed`, as of the last report.
     """
 
     def __init__(
         self, coordinator: str, experiment: Experiment, data: PlacedData, tasks: Tasks, credentials: Credentials
     ) -> None:
         self.experiment, self.state, self._data = experiment, "connecting", data
-        # A few looks a second; the outcome holds all of them anyway. None: there will be no more.
-        self._looks: asyncio.Queue[RunProgress | None] = asyncio.Queue()
-        self._begun, self._stop = asyncio.Event(), asyncio.Event()
+        # Unbounded: a few reports a second, which the outcome holds anyway. None marks the end.
+        self._reports: asyncio.Queue[RunProgress | None] = asyncio.Queue()
+        self._has_started, self._stop = asyncio.Event(), asyncio.Event()
         self._task = tasks.start(self._run(coordinator, credentials))
 
     async def _run(self, coordinator: str, credentials: Credentials) -> Outcome:
         own = self.experiment
         try:
             outcome = await run_on_services(
-                coordinator, own, self._data, self._look, self._stop, credentials=credentials
+                coordinator, own, self._data, self._add_report, self._stop, credentials=credentials
             )
             self.state = outcome.state
             return outcome
         finally:
-            self._looks.put_nowait(None)
-            self._begun.set()
+            self._reports.put_nowait(None)
+            self._has_started.set()
 
-    def _look(self, progress: RunProgress, state: str) -> None:
+    def _add_report(self, progress: RunProgress, state: str) -> None:
         self.state = state
-        self._looks.put_nowait(progress)
-        self._begun.set()
+        self._reports.put_nowait(progress)
+        self._has_started.set()
 
     async def wait_for_start(self) -> None:
         """Wait until the learners have the run.
 
         Raises:
-            SottovoceError: it was refused.
+            SottovoceError: The services refused the run.
         """
-        await self._begun.wait()
+        await self._has_started.wait()
         if self._task.done():
             self._task.result()
 
     async def watch(self) -> AsyncIterator[RunProgress]:
-        """A few looks a second until the run is over: rounds done, epsilon spent and messages sent, by learner."""
-        while (progress := await self._looks.get()) is not None:
+        """Yield a few reports a second until the run has ended: rounds done, epsilon spent and messages sent, by learner."""
+        while (progress := await self._reports.get()) is not None:
             yield progress
-        self._looks.put_nowait(None)  # for who watches after the end
+        self._reports.put_nowait(None)  # for a later call
 
     async def wait_for_outcome(self) -> Outcome:
-        """How the run went, when it is over.
+        """Wait for the end of the run and return its outcome.
 
-        Its state, final statuses, all looks, and predictions on the held-out records, `(test records,)` by learner, where the
-        experiment's telemetry allows them.
+        The outcome holds the state, the final statuses, all reports, and predictions on the held-out records, `(test records,)`
+        by learner, where the experiment's telemetry allows them.
 
         Raises:
-            SottovoceError: the coordinator could not be reached any more.
+            SottovoceError: The connection to the coordinator was lost.
         """
-        return await asyncio.shield(self._task)  # who is cancelled while waiting does not end the run
+        return await asyncio.shield(self._task)  # cancelling this call does not end the run
 
     async def stop(self) -> Outcome:
-        """End the run before its last round; what there is comes back, as `outcome`."""
+        """Stop the run before its last round and return the outcome so far."""
         self._stop.set()
         return await self.wait_for_outcome()
 
 
-def _records_of(experiment: Experiment) -> PlacedData:
+def _load_records(experiment: Experiment) -> PlacedData:
     return prepare(experiment, live=True).data if experiment.data.is_live else experiment.records
 
 
 class Deployment:
-    """Services that are up, by their coordinator. `connect` makes it.
+    """Running services, reached through their coordinator. Created by `connect`.
 
     Attributes:
-        coordinator: its address, `host:port`.
+        coordinator: Address of the coordinator, `host:port`.
     """
 
     def __init__(self, coordinator: str, credentials: Credentials = NO_IDENTITY) -> None:
@@ -105,30 +105,29 @@ class Deployment:
         self._tasks = Tasks()
 
     async def start(self, experiment: Experiment) -> RunHandle:
-        """Start an experiment, and stream its records from this process into the learners, but for live ones.
+        """Start an experiment; unless its records are live, this process streams them to the learners.
 
         Args:
-            experiment: what to run. Learners join by the names that it gives them, and wait for the coordinator to tell them.
-                Several run at the same time where no learner is in two of them.
+            experiment: The experiment. Its learners must have joined the coordinator under the names in its spec. Several
+                experiments can run at the same time if no learner is in two of them.
 
         Raises:
-            SpecError: it cannot be run as it is.
-            DataError: its data cannot be used.
-            SottovoceError: the services refused it.
+            SpecError: The experiment is invalid.
+            DataError: Its data cannot be used.
+            SottovoceError: The services refused it.
         """
-        # Reading files would hold up whoever else uses the loop.
-        data = await asyncio.to_thread(_records_of, experiment)
+        data = await asyncio.to_thread(_load_records, experiment)  # reading files would block the event loop
         started = RunHandle(self.coordinator, experiment, data, self._tasks, self._credentials)
         self._started.append(started)
         await started.wait_for_start()
         return started
 
     async def run(self, experiment: Experiment) -> Outcome:
-        """Start an experiment and wait for its end; errors as `start` and `Started.outcome`."""
+        """Start an experiment and wait for its end; errors as of `start` and `RunHandle.wait_for_outcome`."""
         return await (await self.start(experiment)).wait_for_outcome()
 
     async def close(self) -> None:
-        """Stop what was started here and is not over: without this process nobody would bring its records."""
+        """Stop the runs started here that have not ended: without this process they would get no more records."""
         for each in self._started:
             each._stop.set()
         if self._started:
@@ -140,17 +139,17 @@ class Deployment:
 async def connect(
     address: str, *, identity: str | Path | None = None, insecure: bool = False
 ) -> AsyncIterator[Deployment]:
-    """Services that are up, for an `async with` block. Runs that are started in it are stopped when it is left.
+    """Connect to running services for an `async with` block. Runs started in the block are stopped when it ends.
 
     Args:
-        address: of the coordinator, `host:port`.
-        identity: folder with the identity of an operator, `tls.crt`, `tls.key` and `ca.crt`; None: this machine only.
-        insecure: without one, speak in the clear to other machines, too.
+        address: Address of the coordinator, `host:port`.
+        identity: Folder with the identity of an operator, `tls.crt`, `tls.key` and `ca.crt`; None: this machine only.
+        insecure: Without an identity, allow unencrypted connections to other machines.
 
     Raises:
-        SpecError: it is on another machine, and there is no identity.
-        FailedPrecondition: the files of the identity cannot be used.
-        Unavailable: nobody answers there within 10 s.
+        SpecError: The coordinator is on another machine, and there is no identity.
+        FailedPrecondition: The files of the identity cannot be used.
+        Unavailable: The coordinator does not answer within 10 s.
 
     >>> import asyncio
     >>> async def main() -> None:
@@ -158,14 +157,14 @@ async def connect(
     ...         started = await deployment.start(Experiment(rounds=500, algorithm="ldp-dol"))
     ...         async for progress in started.watch():
     ...             print(min(progress.rounds), max(progress.epsilon))
-    ...         print((await started.outcome()).state)
+    ...         print((await started.wait_for_outcome()).state)
     >>> asyncio.run(main())  # doctest: +SKIP
     500 45.3
     finished
     """
     credentials = Credentials(None if identity is None else Path(identity), insecure)
-    async with open_channel(address, Role.COORDINATOR, credentials=credentials) as to:
-        await wait_until_reachable(to, f"the coordinator at {address}", CONNECT_TIMEOUT_S)
+    async with open_channel(address, Role.COORDINATOR, credentials=credentials) as channel:
+        await wait_until_reachable(channel, f"the coordinator at {address}", CONNECT_TIMEOUT_S)
     deployment = Deployment(address, credentials)
     try:
         yield deployment

@@ -1,4 +1,4 @@
-"""`sottovoce doctor`: what of a deployment is not as it must be, seen from this machine, and what to do about it."""
+"""`sottovoce doctor`: checks of a deployment, run from this machine, with advice for each problem."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from sottovoce_rpc.server import open_channel
 from sottovoce_rpc.tasks import await_answer
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
-State = Literal["well", "warning", "wrong"]
-_SIGNS: Mapping[State, tuple[str, str]] = {"well": ("✓", "green"), "warning": ("!", "yellow"), "wrong": ("✗", "red")}
+State = Literal["ok", "warning", "error"]
+_SIGNS: Mapping[State, tuple[str, str]] = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "red")}
 _REQUEST_TIMEOUT_S = 10.0
 _MAX_CLOCK_SKEW_S = 30.0
-"""Between two clocks: certificates begin a few minutes before they are issued, and times of runs are compared by people."""
+"""Maximum difference between two clocks: certificates start a few minutes early, and users compare times of runs."""
 _MAX_METRICS_BYTES = 16 * 1024**2
-"""Bytes of an answer that are read."""
+"""Maximum number of bytes read of a metrics response."""
 _MIN_FREE_BYTES = 1024**3
-"""Bytes on a disk with a state folder."""
+"""Free bytes on the disk of a state folder below which doctor warns."""
 _EXTRAS = {
     "audit": ("pyarrow", "jinja2", "matplotlib", "requests", "scipy"),
     "fast": ("uvloop",),
@@ -62,12 +62,12 @@ _EXTRAS = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was looked at.
+    """Result of a check.
 
     Attributes:
-        what: it is.
-        state: whether it is as it must be.
-        text: what was found; where that is not well, also what to do.
+        subject: The checked item.
+        state: Outcome.
+        text: Details; for a warning or an error also what to do.
     """
 
     subject: str
@@ -77,13 +77,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckTargets:
-    """What is looked at; what is not given is not.
+    """Targets of the checks.
 
     Attributes:
-        credentials: of whoever asks.
-        services: addresses of services, by role.
-        states: state folders of learners.
-        metrics: addresses at which services tell metrics.
+        credentials: Credentials of the caller.
+        services: Roles and addresses of services.
+        state_folders: State folders of learners.
+        metrics_addresses: Addresses of metrics endpoints.
     """
 
     credentials: Credentials
@@ -93,157 +93,157 @@ class CheckTargets:
 
 
 async def run_checks(targets: CheckTargets) -> list[Finding]:
-    """Look at everything that was given."""
-    found = [*_installed(), *_identity(targets.credentials)]
+    """Run all checks of the targets."""
+    found = [*_check_installation(), *_check_identity(targets.credentials)]
     for folder in targets.state_folders:
-        found += await asyncio.to_thread(lambda own: list(_state(own)), folder)
-    services = [_service(*each, targets.credentials) for each in targets.services]
-    asked = await asyncio.gather(
-        *services, *(_metrics(each, targets.credentials) for each in targets.metrics_addresses)
+        found += await asyncio.to_thread(lambda own: list(_check_state_folder(own)), folder)
+    remote = await asyncio.gather(
+        *(_check_service(*each, targets.credentials) for each in targets.services),
+        *(_check_metrics(each, targets.credentials) for each in targets.metrics_addresses),
     )
-    return found + [finding for findings in asked for finding in findings]
+    return found + [finding for findings in remote for finding in findings]
 
 
 def print_findings(findings: Sequence[Finding], console: Console) -> int:
-    """Print what was found.
+    """Print a table of the findings.
 
     Returns:
-        The exit code: 1 if anything is wrong.
+        The exit code: 1 if there is an error.
     """
     table = terminal.create_table()
-    for head in ("", "what", "found"):
+    for head in ("", "check", "result"):
         table.add_column(head, overflow="fold")
     for each in findings:
         table.add_row(Text(*_SIGNS[each.state]), Text(each.subject), Text(each.text))
     console.print(table)
-    wrong, warned = (sum(each.state == state for each in findings) for state in ("wrong", "warning"))
-    console.print("all is well" if not wrong + warned else f"{wrong} wrong, {warned} to look at")
-    return 1 if wrong else 0
+    errors, warnings = (sum(each.state == state for each in findings) for state in ("error", "warning"))
+    console.print("no problems" if not errors + warnings else f"{errors} errors, {warnings} warnings")
+    return 1 if errors else 0
 
 
 # ---- this machine ---------------------------------------------------------------------------------------------
 
 
-def _installed() -> Iterator[Finding]:
+def _check_installation() -> Iterator[Finding]:
     own, grpcio = (importlib.metadata.version(name) for name in ("sottovoce", "grpcio"))
-    yield Finding("versions", "well", f"sottovoce {own}, Python {platform.python_version()}, grpcio {grpcio}")
+    yield Finding("versions", "ok", f"sottovoce {own}, Python {platform.python_version()}, grpcio {grpcio}")
     extras = {extra: [*names] for extra, names in _EXTRAS.items()}
     for feed in load_feeds():
         extras.setdefault(feed.extra, []).extend(feed.modules)
-    lacking = [extra for extra, names in extras.items() if not all(map(_there, names))]
-    there = [extra for extra in extras if extra not in lacking]
-    text = ", ".join(there) or "none"
-    if lacking:
-        text += f"; not installed: {', '.join(lacking)}"
-    yield Finding("extras", "well", text)
+    missing = [extra for extra, names in extras.items() if not all(map(_is_installed, names))]
+    text = ", ".join(extra for extra in extras if extra not in missing) or "none"
+    if missing:
+        text += f"; not installed: {', '.join(missing)}"
+    yield Finding("extras", "ok", text)
 
 
-def _there(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # nor is there what it is part of
+    except ModuleNotFoundError:  # its parent package is not installed
         return False
 
 
-def _identity(credentials: Credentials) -> Iterator[Finding]:
+def _check_identity(credentials: Credentials) -> Iterator[Finding]:
     folder = credentials.folder
     try:
         own = credentials.load_identity()
     except SottovoceError as error:
-        yield Finding("identity", "wrong", str(error))
+        yield Finding("identity", "error", str(error))
         return
     if folder is None or own is None:
-        text = "none: only services of this user on this machine can be asked, or with --insecure any in the clear"
-        yield Finding("identity", "warning" if credentials.insecure else "well", text)
+        text = (
+            "none: only this user's services on this machine accept it; with --insecure also others, without encryption"
+        )
+        yield Finding("identity", "warning" if credentials.insecure else "ok", text)
         return
     principal = own.principal
     if own.is_revoked:
-        text = f"{principal} of {principal.domain} was revoked, by {REVOCATION_FILE}: no service believes it; have another one issued"
-        yield Finding("identity", "wrong", text)
+        text = f"{principal} of {principal.domain} was revoked by {REVOCATION_FILE}, so services refuse it: issue a new one"
+        yield Finding("identity", "error", text)
     else:
-        yield _certificate("identity", principal, own.expiry)
+        yield _check_expiry("identity", principal, own.expiry)
     if not own.is_rooted:
-        text = f"{CERTIFICATE_FILE} leads to no authority of {AUTHORITIES_FILE}: others may refuse it; are those between missing from it?"
+        text = f"{CERTIFICATE_FILE} has no chain to an authority of {AUTHORITIES_FILE}: add the intermediate certificates"
         yield Finding("chain", "warning", text)
-    yield from _authorities({domain: pem.count(b"BEGIN") for domain, pem in own.bundles.items()})
+    yield from _check_authorities({domain: pem.count(b"BEGIN") for domain, pem in own.bundles.items()})
     if not (folder / REVOCATION_FILE).exists():
-        yield Finding("revoked", "warning", f"no {REVOCATION_FILE}: whoever was revoked is still believed here")
+        yield Finding("revoked", "warning", f"no {REVOCATION_FILE}: revoked identities are still accepted here")
 
 
-def _authorities(domains: Mapping[str, int]) -> Iterator[Finding]:
-    """For which trust domains authorities are believed, where there are several."""
+def _check_authorities(domains: Mapping[str, int]) -> Iterator[Finding]:
+    """Report the authorities by trust domain, if there are several."""
     if len(domains) > 1:
-        told = ", ".join(f"{format_count(number)} of {domain}" for domain, number in domains.items() if domain)
-        yield Finding("authorities", "well", f"{told}: each is believed for its own trust domain alone")
+        counts = ", ".join(f"{format_count(number)} of {domain}" for domain, number in domains.items() if domain)
+        yield Finding("authorities", "ok", f"{counts}: each is trusted only for its own trust domain")
     if "" in domains:
-        text = f"{AUTHORITIES_FILE} has {format_count(domains[''])} that name no trust domain, and are believed for nobody, for others do"
+        text = f"{AUTHORITIES_FILE} has {format_count(domains[''])} without a trust domain: not trusted, because others name one"
         yield Finding("authorities", "warning", text)
 
 
-def _certificate(what: str, principal: Principal, expires: datetime) -> Finding:
-    """Whose it is, and whether it ends soon."""
+def _check_expiry(subject: str, principal: Principal, expires: datetime) -> Finding:
+    """Report the principal of a certificate, and whether it expires soon."""
     text = f"{principal} of {principal.domain}, until {expires:%Y-%m-%d %H:%M} UTC"
     if expires - datetime.now(UTC) < EXPIRY_WARNING_PERIOD:
-        return Finding(what, "warning", f"{text}: renew it")
-    return Finding(what, "well", text)
+        return Finding(subject, "warning", f"{text}: renew it")
+    return Finding(subject, "ok", text)
 
 
-def _state(folder: Path) -> Iterator[Finding]:
-    """A learner's state folder."""
-    what = f"state {folder}"
+def _check_state_folder(folder: Path) -> Iterator[Finding]:
+    subject = f"state {folder}"
     if not folder.is_dir():
-        yield Finding(what, "wrong", "there is no such folder: give what the learner was started with as --state")
+        yield Finding(subject, "error", "there is no such folder: give the --state folder of the learner")
         return
     if is_open_to_others(folder):
-        yield Finding(what, "warning", "other users may look into it, and it may hold records: chmod 700 it")
+        yield Finding(subject, "warning", "other users can read it, and it may hold records: chmod 700 it")
     if not os.access(folder, os.W_OK):
-        yield Finding(what, "wrong", "it cannot be written: the learner would say nothing")
+        yield Finding(subject, "error", "it cannot be written: the learner would send no messages")
     free = shutil.disk_usage(folder).free
-    state: State = "well" if free >= _MIN_FREE_BYTES else "warning"
-    yield Finding(f"{what}: disk", state, f"{free / 1e9:.1f} GB free")
+    state: State = "ok" if free >= _MIN_FREE_BYTES else "warning"
+    yield Finding(f"{subject}: disk", state, f"{free / 1e9:.1f} GB free")
     for name in Ledger(folder).list_learners():
         try:
             runs = Ledger(folder).verify(name, imports=False)
-            yield Finding(f"{what}: {name}", "well", f"{len(runs)} runs in its ledger: nothing is lost")
+            yield Finding(f"{subject}: {name}", "ok", f"{len(runs)} runs in its ledger: the ledger is complete")
         except CorruptStateError as error:
-            yield Finding(f"{what}: {name}", "wrong", str(error))
+            yield Finding(f"{subject}: {name}", "error", str(error))
 
 
 # ---- services -------------------------------------------------------------------------------------------------
 
 
-async def _service(role: Role, address: str, credentials: Credentials) -> list[Finding]:
-    what = f"{role} {address}"
+async def _check_service(role: Role, address: str, credentials: Credentials) -> list[Finding]:
+    subject = f"{role} {address}"
     try:
-        async with open_channel(address, role, credentials=credentials) as to:
-            stub: Any = health_pb2_grpc.HealthStub(to)
+        async with open_channel(address, role, credentials=credentials) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
             call = stub.Check(health_pb2.HealthCheckRequest(), timeout=_REQUEST_TIMEOUT_S)
-            answer = await await_answer(call, to, f"the {role} at {address}", terminal.print_notice)
-            found = [_health(what, answer.status)]
+            answer = await await_answer(call, channel, f"the {role} at {address}", terminal.print_notice)
+            found = [_check_health(subject, answer.status)]
             if role is Role.COORDINATOR:
-                found += await _clock(what, to)
+                found += await _check_clock(subject, channel)
             return found
     except grpc.aio.AioRpcError as error:
         text = str(convert_status_error(error, f"the {role} at {address}"))
         if text == UNTRUSTED_CALLER_TEXT:
-            text += ": this identity was revoked, or is of another deployment; `sottovoce pki show` at its authority says which"
-        return [Finding(what, "wrong", text)]
+            text += ": this identity was revoked, or is of another deployment; `sottovoce pki show` at its authority shows which"
+        return [Finding(subject, "error", text)]
     except SottovoceError as error:
-        return [Finding(what, "wrong", str(error))]
+        return [Finding(subject, "error", str(error))]
 
 
-def _health(what: str, status: int) -> Finding:
+def _check_health(subject: str, status: int) -> Finding:
     if status == health_pb2.HealthCheckResponse.SERVING:
-        return Finding(what, "well", "it answers")
-    return Finding(what, "warning", "it is there, and about to end")
+        return Finding(subject, "ok", "it answers")
+    return Finding(subject, "warning", "it answers, and is shutting down")
 
 
-async def _clock(what: str, to: grpc.aio.Channel) -> list[Finding]:
-    """How far a coordinator's clock is from this one; only an operator may ask."""
+async def _check_clock(subject: str, channel: grpc.aio.Channel) -> list[Finding]:
+    """Compare a coordinator's clock with this machine's; only an operator is authorised."""
     before = datetime.now(UTC)
     try:
         request = coordinator_pb2.ListRunsRequest(page_size=1)
-        answer = await coordinator_pb2_grpc.CoordinatorStub(to).ListRuns(request, timeout=_REQUEST_TIMEOUT_S)
+        answer = await coordinator_pb2_grpc.CoordinatorStub(channel).ListRuns(request, timeout=_REQUEST_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.PERMISSION_DENIED:
             return []
@@ -252,21 +252,21 @@ async def _clock(what: str, to: grpc.aio.Channel) -> list[Finding]:
     middle = before + (now - before) / 2
     off = abs((answer.now.ToDatetime(UTC) - middle).total_seconds()) - (now - before).total_seconds() / 2
     if off > _MAX_CLOCK_SKEW_S:
-        text = f"it is {off:.0f} s from this machine's: certificates may seem out of their time; set both by NTP"
-        return [Finding(f"{what}: clock", "wrong", text)]
-    return [Finding(f"{what}: clock", "well", "as this machine's")]
+        text = f"it differs by {off:.0f} s from this machine's, so certificates may seem invalid: set both by NTP"
+        return [Finding(f"{subject}: clock", "error", text)]
+    return [Finding(f"{subject}: clock", "ok", "as this machine's")]
 
 
 # ---- metrics --------------------------------------------------------------------------------------------------
 
 
 class _Answer(NamedTuple):
-    """What a request for metrics gets.
+    """Response to a request for metrics.
 
     Attributes:
-        status: of HTTP; 0: it is none.
-        body: what is told, or why not.
-        certificate: that was shown, DER; empty: none was.
+        status: HTTP status; 0: the response is not HTTP.
+        body: Metrics, or the reason of a refusal.
+        certificate: Server certificate, DER; empty: none was presented.
     """
 
     status: int
@@ -274,43 +274,41 @@ class _Answer(NamedTuple):
     certificate: bytes
 
 
-async def _metrics(address: str, credentials: Credentials) -> list[Finding]:
-    """Whether metrics are told there, by whom, and who else may read them on the way."""
-    what = f"metrics {address}"
+async def _check_metrics(address: str, credentials: Credentials) -> list[Finding]:
+    """Check a metrics endpoint, its certificate, and whether its channel is encrypted."""
+    subject = f"metrics {address}"
     try:
-        answer = await asyncio.to_thread(_asked, address, credentials.build_https_client_context())
-        found = [_told(what, answer)]
+        answer = await asyncio.to_thread(_request_metrics, address, credentials.build_https_client_context())
+        found = [_check_answer(subject, answer)]
         if answer.certificate:
-            shown = x509.load_der_x509_certificate(answer.certificate)
+            certificate = x509.load_der_x509_certificate(answer.certificate)
             principal = credentials.authenticate_certificate(ssl.DER_cert_to_PEM_cert(answer.certificate).encode())
-            found.append(_certificate(f"{what}: certificate", principal, shown.not_valid_after_utc))
+            found.append(_check_expiry(f"{subject}: certificate", principal, certificate.not_valid_after_utc))
         elif not is_loopback(address):
-            text = (
-                "in the clear: whoever is on the way reads and changes them; give the service an identity (--identity)"
-            )
-            found.append(Finding(f"{what}: channel", "warning", text))
+            text = "not encrypted: others on the network can read and change them; give the service an identity (--identity)"
+            found.append(Finding(f"{subject}: channel", "warning", text))
         return found
     except SottovoceError as error:
-        return [Finding(what, "wrong", str(error))]
+        return [Finding(subject, "error", str(error))]
     except (OSError, TimeoutError) as error:
-        return [Finding(what, "wrong", _unanswered(error))]
+        return [Finding(subject, "error", _explain_failure(error))]
 
 
-def _asked(address: str, tls: ssl.SSLContext | None) -> _Answer:
-    """The answer to a request for metrics: in the clear, which whoever speaks TLS ends at once, or else over TLS.
+def _request_metrics(address: str, tls: ssl.SSLContext | None) -> _Answer:
+    """Request metrics without TLS, then, as a TLS server ends that at once, over TLS.
 
     Raises:
-        SpecError: this is no address.
-        OSError: nobody answers in time, or one of the two does not believe the other.
+        SpecError: The address is malformed.
+        OSError: The server does not answer in time, or one side does not trust the other.
     """
     host, port = MetricsEndpoint(address).parse_listen_address()
-    answer = _said(HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT_S))
+    answer = _send_request(HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT_S))
     if answer.status or tls is None:
         return answer
-    return _said(HTTPSConnection(host, port, timeout=_REQUEST_TIMEOUT_S, context=tls))
+    return _send_request(HTTPSConnection(host, port, timeout=_REQUEST_TIMEOUT_S, context=tls))
 
 
-def _said(connection: HTTPConnection) -> _Answer:
+def _send_request(connection: HTTPConnection) -> _Answer:
     certificate = b""
     with contextlib.closing(connection):
         connection.connect()
@@ -324,19 +322,19 @@ def _said(connection: HTTPConnection) -> _Answer:
             return _Answer(0, "", certificate)
 
 
-def _told(what: str, answer: _Answer) -> Finding:
+def _check_answer(subject: str, answer: _Answer) -> Finding:
     if answer.status == 200 and "sottovoce_build_info" in answer.body:
         series = sum(bool(line) and not line.startswith("#") for line in answer.body.splitlines())
-        return Finding(what, "well", f"it answers: {series} series")
+        return Finding(subject, "ok", f"it answers: {series} series")
     if answer.status == 403:
-        return Finding(what, "warning", f"it answers, and tells nothing: {escape_control(answer.body.strip())}")
+        return Finding(subject, "warning", f"it refuses this caller: {escape_control(answer.body.strip())}")
     if not answer.status and not answer.certificate:
-        text = "it says nothing in the clear: its channel may be encrypted, and this process shows no identity (--identity)"
-        return Finding(what, "wrong", text)
-    return Finding(what, "wrong", f"no service of ours answers there: HTTP status {answer.status or 'none'}")
+        text = "no answer without TLS: its channel may be encrypted, and this process has no identity (--identity)"
+        return Finding(subject, "error", text)
+    return Finding(subject, "error", f"no Sottovoce service answers there: HTTP status {answer.status or 'none'}")
 
 
-def _unanswered(error: Exception) -> str:
+def _explain_failure(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         return (
             explain_handshake_failure(str(error))

@@ -1,4 +1,4 @@
-"""Numbers as people read them: four significant digits, `1.4 MB`, `5,000`, `∞`; an en dash where there is nothing."""
+"""Formatting of values for readers: four significant digits, `1.4 MB`, `5,000`, `∞`; an en dash for a missing value."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from sottovoce_core.network.participation_schedule import OfflineInterval
 from sottovoce_core.runs.participation import StalenessStatistics
 
 MISSING_VALUE = "–"
-SINGLE_LEARNER_NOTE = "one learner has no neighbours: it sends nothing to anybody and learns from its own records alone"
+SINGLE_LEARNER_NOTE = "a single learner has no neighbours: it sends no messages and learns only from its own records"
 NO_ACCURACY_NOTE = (
-    "not known: it is measured here where all messages were captured (capture: relay or mirror); learners answer only with "
-    "telemetry: {predict: true} in the spec, and where their owners allow it"
+    "not known: it can be measured here only if all messages were captured (capture: relay or mirror); learners answer "
+    "predictions only with telemetry: {predict: true} in the spec, and if their owners allow it"
 )
 NO_TEST_RECORDS_NOTE = (
-    "not known: no record is held out to measure it on (where a file places its records, only its test part is)"
+    "not known: no record is held out to measure it (of a file that places its records, only the test part is held out)"
 )
 
 
 def format_number(value: float | None, digits: int = 4) -> str:
-    """To significant digits; thousands separated, powers of ten only where digits would not help."""
+    """Round to significant digits, with separators for thousands; powers of ten only for very small or large numbers."""
     if value is None or math.isnan(value):
         return MISSING_VALUE
     if math.isinf(value):
@@ -36,117 +36,119 @@ def format_number(value: float | None, digits: int = 4) -> str:
 
 
 def format_p_value(p_value: float) -> str:
-    """A p-value; one that no number is small enough for is below the least."""
+    """Format a p-value; one below `MIN_PRINTED_P_VALUE` is shown as an upper bound."""
     return f"< {format_number(MIN_PRINTED_P_VALUE, 1)}" if p_value < MIN_PRINTED_P_VALUE else format_number(p_value, 2)
 
 
 def format_with_error(value: float, error: float, digits: int = 4) -> str:
-    """`0.1234 ± 0.0012`; the error only where there is one, beyond rounding."""
+    """Format `0.1234 ± 0.0012`; an error that is missing or mere rounding is left out."""
     if math.isnan(error) or error <= 1e-9 * abs(value):
         return format_number(value, digits)
     return f"{format_number(value, digits)} ± {format_number(error, 2)}"
 
 
 def format_count(value: int) -> str:
-    """`5,000`."""
+    """Format `5,000`."""
     return f"{value:,}"
 
 
 def format_planned_rounds(rounds: int | None) -> str:
-    """`5,000 rounds`; None: no end is planned."""
+    """Format `5,000 rounds`; None: no end is planned."""
     return "rounds until it is stopped" if rounds is None else pluralize(rounds, "round")
 
 
 def format_rounds_done(done: int, rounds: int | None) -> str:
-    """`40 of 500 rounds`; None: no end was planned."""
+    """Format `40 of 500 rounds`; None: no end was planned."""
     return pluralize(done, "round") if rounds is None else f"{format_count(done)} of {pluralize(rounds, 'round')}"
 
 
-def describe_detections(findings: int, first: Sequence[str]) -> str:
-    """What the eavesdropper noticed, on one line; empty for nothing."""
-    if not findings:
+def describe_detections(count: int, first: Sequence[str]) -> str:
+    """Summarise the protocol violations that the eavesdropper detected, on one line; empty if there are none."""
+    if not count:
         return ""
-    more = " …" if findings > 1 else ""
-    return (
-        f"The eavesdropper noticed {pluralize(findings, 'thing')} that must never happen: {'; '.join(first[:1])}{more}"
-    )
+    more = " …" if count > 1 else ""
+    return f"The eavesdropper detected {pluralize(count, 'protocol violation')}: {'; '.join(first[:1])}{more}"
 
 
-def describe_offline_interval(absence: OfflineInterval) -> str:
-    """Who was away, and in which rounds."""
-    if absence.unheard:
-        return f"{absence.learner} was lost before round {absence.first_round}"
-    if absence.until_round is None:
-        return f"{absence.learner} is away from round {absence.first_round} on"
-    return f"{absence.learner} is away in rounds {absence.first_round} to {absence.until_round - 1}"
+def describe_offline_interval(interval: OfflineInterval) -> str:
+    """Name the learner and the rounds of an offline interval, on one line."""
+    if interval.unheard:
+        return f"{interval.learner} was lost before round {interval.first_round}"
+    if interval.until_round is None:
+        return f"{interval.learner} is offline from round {interval.first_round} on"
+    return f"{interval.learner} is offline in rounds {interval.first_round} to {interval.until_round - 1}"
 
 
-def describe_staleness(late: StalenessStatistics | None) -> str:
-    """How late messages were, on one line; empty where a run waits for them."""
-    if late is None:
+def describe_staleness(staleness: StalenessStatistics | None) -> str:
+    """Describe the age of the messages that updates used, on one line; empty for a synchronous run."""
+    if staleness is None:
         return ""
-    if not late.max_lag_rounds:
+    if not staleness.max_lag_rounds:
         return "every update used the messages of its own round"
-    told = f"{format_percent(late.stale_share)} of the messages that updates used were of an earlier round"
-    return f"{told}, by up to {pluralize(late.max_lag_rounds, 'round')}"
+    share = f"{format_percent(staleness.stale_share)} of the messages that updates used were of an earlier round"
+    return f"{share}, by up to {pluralize(staleness.max_lag_rounds, 'round')}"
 
 
 def describe_measurement(cost: str) -> str:
-    """How accuracies came about for which no learner was asked; empty where none did.
+    """Describe accuracies that were measured without queries to learners; empty if there are none.
 
     Args:
-        cost: of publishing them, in words.
+        cost: Privacy cost of publishing them, in words.
     """
-    return "" if not cost else f"measured here, by records and capture, and no learner was asked; to publish it: {cost}"
+    return (
+        ""
+        if not cost
+        else f"measured here from records and capture, without queries to learners; to publish it: {cost}"
+    )
 
 
 def describe_recorded_rounds(recorded: int, done: int) -> str:
-    """Name the rounds that a capture recorded completely, on one line; empty where it recorded all of them."""
+    """Name the rounds that a capture recorded completely, on one line; empty if it recorded all of them."""
     return (
         "" if recorded >= done else f"rounds 0 to {recorded - 1} were recorded completely, and the losses are of these"
     )
 
 
 def describe_ciphertext(connections: int, records: int, n_bytes: int) -> str:
-    """What a wiretap noted, on one line."""
+    """Summarise the ciphertext that a wiretap recorded, on one line."""
     return f"{pluralize(records, 'record')} of ciphertext, {format_bytes(n_bytes)}, in {pluralize(connections, 'connection')}"
 
 
 def describe_max_epsilon(max_epsilon: float, needed: float, claim: float) -> str:
-    """The most that so many runs show, and what fewer cannot.
+    """State the largest lower bound on epsilon that this number of runs can prove, and how many runs a refutation needs.
 
     Args:
-        most: the largest bound on epsilon that they could give.
-        needed: runs of each world with which the claim could be refuted at all; 0: any number.
-        claim: the claimed epsilon.
+        max_epsilon: Largest provable lower bound on epsilon.
+        needed: Minimum number of runs of each world that can refute the claim; 0: any number.
+        claim: The claimed epsilon.
     """
-    told = f"At best so many runs show ε {format_number(max_epsilon, 3)}."
+    text = f"With this number of runs, the largest provable ε is {format_number(max_epsilon, 3)}."
     if not needed:
-        return told
+        return text
     if math.isinf(needed):
-        return f"{told} No number of runs that anybody makes could refute ε {format_number(claim)}."
-    return f"{told} With fewer than {pluralize(int(needed), 'run')} of each world, ε {format_number(claim)} could not be refuted."
+        return f"{text} No feasible number of runs could refute ε {format_number(claim)}."
+    return f"{text} With fewer than {pluralize(int(needed), 'run')} of each world, ε {format_number(claim)} could not be refuted."
 
 
 def pluralize(value: int, noun: str) -> str:
-    """`1 message`, `5,000 messages`."""
+    """Format `1 message`, `5,000 messages`."""
     return f"{format_count(value)} {noun}" if value == 1 else f"{format_count(value)} {noun}s"
 
 
 def format_percent(value: float | None) -> str:
-    """`94.2 %`."""
+    """Format `94.2 %`."""
     return MISSING_VALUE if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
 
 
 def format_percent_range(values: Iterable[float | None]) -> str:
-    """Smallest to largest: `91.2–95.0 %`."""
+    """Format the smallest and the largest value: `91.2–95.0 %`."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     low, high = format_percent(min(known, default=None)), format_percent(max(known, default=None))
     return low if low == high else f"{low.removesuffix(' %')}{MISSING_VALUE}{high}"
 
 
 def format_bytes(n_bytes: int) -> str:
-    """`1.4 MB`, in powers of a thousand."""
+    """Format `1.4 MB`, in powers of 1000."""
     if n_bytes < 1000:
         return pluralize(n_bytes, "byte")
     value = float(n_bytes)
@@ -158,7 +160,7 @@ def format_bytes(n_bytes: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`1.2 s`, `3 min 20 s`, `2 h 05 min`."""
+    """Format `1.2 s`, `3 min 20 s`, `2 h 05 min`."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,8 +1,8 @@
-"""Values of the Helm chart (deploy/helm/sottovoce) that follow from run specs.
+"""Values of the Helm chart (deploy/helm/sottovoce) derived from run specs.
 
-The chart's network policies let through who opens a stream to whom. A chart knows no graphs, and nobody should write edges by
-hand: they are those of the run's own network, of all its rounds together, whether it is directed, changes or has absences. Of a
-pair the learner with the lower index opens the stream.
+The chart's network policies allow each stream from the learner that opens it. The chart cannot compute graphs, so the edges
+are derived here: the union over all rounds of the run's network, which may be directed, time-varying or have offline
+intervals. The learner with the lower index of a pair opens the stream.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ HEADER = """\
 def derive_chart_values(
     specs: Sequence[RunSpec], release_learners: Collection[str] = (), *, coordinator: bool = False
 ) -> dict[str, Any]:
-    """What a release needs to know of the runs that are to be started on it.
+    """Derive the values of a release from the specs of the runs to be started on it.
 
     Args:
-        specs: of these runs, at least one.
-        own: learners of this release; none, and no coordinator: all of it is of this release.
-        coordinator: whether this release has the coordinator, where it has not all learners.
+        specs: Specs of these runs, at least one.
+        release_learners: Learners of this release; empty, without `coordinator`: this release has all services.
+        coordinator: True if this release has the coordinator but not all learners.
 
     Returns:
-        Values. What nobody but its owner knows, where others are, is left empty, which the chart refuses.
+        Values. Addresses that only other owners know are left empty, and the chart rejects them until they are filled in.
 
     Raises:
-        SpecError: a name that no spec has, runs that are captured in different ways, or a graph that cannot be built.
-        AssumptionViolated: a network's own conditions.
+        SpecError: A learner is in no spec, the runs have different capture modes, or a graph cannot be built.
+        AssumptionViolated: A network violates its own conditions.
     """
     names = list(dict.fromkeys(name for spec in specs for name in spec.names))
     if unknown := [name for name in release_learners if name not in names]:
         raise SpecError(
             f"learners of the release must be of the run spec, got {unknown[0]!r}; there are {', '.join(names)}"
         )
-    whole = not release_learners and not coordinator
-    here = set(names if whole else release_learners)
-    edges = [edge for edge in _edges(specs) if coordinator or here.intersection(edge)]
-    near = {name for edge in edges for name in edge} | (set(names) if coordinator else set())
-    others = [name for name in names if name in near - here]
+    is_complete = not release_learners and not coordinator
+    own = set(names if is_complete else release_learners)
+    edges = [edge for edge in _edges(specs) if coordinator or own.intersection(edge)]
+    connected = {name for edge in edges for name in edge} | (set(names) if coordinator else set())
+    others = [name for name in names if name in connected - own]
     capture = _capture(specs)
-    values: dict[str, Any] = {"learners": {name: {} for name in names if name in here}, "edges": edges}
+    values: dict[str, Any] = {"learners": {name: {} for name in names if name in own}, "edges": edges}
     if others:
         values["elsewhere"] = {name: {"peers": []} for name in others}
-    if not whole and not coordinator:
-        away = {"elsewhere": {"address": "", "peers": []}}
-        values |= {"coordinator": away, **({} if capture == "none" else {"eavesdropper": away})}
+    if not is_complete and not coordinator:
+        external = {"elsewhere": {"address": "", "peers": []}}
+        values |= {"coordinator": external, **({} if capture == "none" else {"eavesdropper": external})}
     return {**values, "capture": capture}
 
 
 def format_yaml(values: dict[str, Any]) -> str:
-    """Values as a file for `helm install -f`."""
+    """Format values as a file for `helm install -f`."""
     return HEADER + write_yaml(values, flow=None)
 
 
 def _edges(specs: Sequence[RunSpec]) -> list[list[str]]:
-    """`[caller, callee]`, each once, in the order of the specs."""
+    """Return distinct `[caller, callee]` pairs in the order of the specs."""
     found: dict[tuple[str, str], None] = {}
     for spec in specs:
         network = spec.topology.build_network(spec.n_learners, spec.rounds, spec.participation)
@@ -71,12 +71,12 @@ def _edges(specs: Sequence[RunSpec]) -> list[list[str]]:
 
 
 def _capture(specs: Sequence[RunSpec]) -> str:
-    """How the runs are captured.
+    """Return the capture mode of the runs.
 
     Raises:
-        SpecError: in different ways.
+        SpecError: The runs have different capture modes.
     """
     found = list(dict.fromkeys(spec.capture for spec in specs if spec.capture != "none"))
     if len(found) > 1:
-        raise SpecError(f"runs of one release must be captured in one way, got {' and '.join(found)}")
+        raise SpecError(f"runs of one release must have one capture mode, got {' and '.join(found)}")
     return found[0] if found else "none"

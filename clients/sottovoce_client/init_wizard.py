@@ -1,4 +1,4 @@
-"""`sottovoce init`: a commented spec for a file of one's own, by questions or by options alone."""
+"""`sottovoce init`: write a commented spec for a file of records, interactively or from options alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sottovoce_core.text import abbreviate_names
 from sottovoce_core.yaml_files import write_yaml
 
 QuestionCallback = Callable[[str, str], str]
-"""What somebody answers to a question; the second text is the answer of whoever only presses Enter."""
+"""Function that asks a question: (question, default answer) -> answer."""
 T = TypeVar("T")
 
 _EPSILON = 2.0
@@ -42,28 +42,28 @@ PARTITIONS: Mapping[str, Mapping[str, Any]] = {
 SCALES = ("standard", "range", "none")
 TASKS = ("classify", "regress")
 _UNSCALED = (
-    "no record is held out, so features are not scaled; rows are cut to norm 1: scale them, or declare a schema with "
+    "no record is held out, so features are not scaled; rows are clipped to norm 1: scale them, or declare a schema with "
     "bounds"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class InitOptions:
-    """What the options of the command say; None: nothing was said.
+    """Options of the command; None: not given.
 
     Attributes:
-        file: of records.
-        label: its label column.
+        file: File of records.
+        label: Label column.
         task: `classify` or `regress`.
-        positive: labels that count as 1.
-        label_bound: of a regression: what labels are clipped to.
-        schema: a file that declares the fields.
-        learners: how many, or names with commas.
-        partition: one of `PARTITIONS`.
-        scale: one of `SCALES`.
-        epsilon: per record.
-        rounds: at most so many.
-        name: of the run.
+        positive: Labels that count as 1.
+        label_bound: Bound to which the labels of a regression are clipped.
+        schema: File that declares the fields.
+        learners: Number of learners, or names with commas.
+        partition: Key of `PARTITIONS`.
+        scale: One of `SCALES`.
+        epsilon: Epsilon per record.
+        rounds: Maximum number of rounds.
+        name: Name of the run.
     """
 
     file: Path
@@ -81,16 +81,17 @@ class InitOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
-    """What was chosen.
+class _SpecDraft:
+    """A drafted spec.
 
     Attributes:
-        spec: the run, with the source as the written file has it.
-        text: the commented file.
-        epsilon: of the dearest record, by the product's own accounting.
-        records: that learners have, all together; and that nobody learns, at most, of each learner.
-        notes: what else to know of the records and learners, a sentence each: why features are not scaled where nobody chose
-            that, labels that are nearly the same, features with one value, a learner without neighbours.
+        spec: The run spec, with the source as in the written file.
+        text: Commented file.
+        epsilon: Epsilon of the most costly record, by the accounting of the product.
+        records: Number of records of all learners.
+        unused_records: Maximum number of records of a learner that no round uses.
+        notes: Notes on the records and learners, a sentence each: unscaled features, labels that are nearly the same,
+            constant features, a learner without neighbours.
     """
 
     spec: RunSpec
@@ -101,107 +102,113 @@ class _Begun:
     notes: tuple[str, ...] = ()
 
 
-def draft_spec(options: InitOptions, folder: Path, ask: QuestionCallback | None, say: Callable[[str], None]) -> _Begun:
-    """Choose what was not said, by asking or as the file suggests, and make the spec.
+def draft_spec(
+    options: InitOptions, folder: Path, ask: QuestionCallback | None, show: Callable[[str], None]
+) -> _SpecDraft:
+    """Draft a spec; missing options are asked for, or chosen to fit the file.
 
     Args:
-        wishes: what was said.
-        folder: where the spec will lie: paths in it begin there.
-        ask: somebody who answers; None: nobody does.
-        say: shows a line to whoever answers.
+        options: The given options.
+        folder: Folder of the spec, to which its paths are relative.
+        ask: Function that asks the user; None: not interactive.
+        show: Function that shows a line to the user.
 
     Raises:
-        SpecError: an option does not fit, or no spec keeps the wish.
-        DataError: the records cannot be used.
+        SpecError: An option does not fit, or no spec keeps the epsilon.
+        DataError: The records cannot be used.
     """
     require_source_file(options.file)
-    asking = _Asking(ask, say)
-    data, loss, table = _reading(options, asking)
-    document: dict[str, Any] = {"name": _name(options), "loss": loss, "data": data}
-    document |= {"decision_set": {"kind": "l2_ball", "radius": _radius(loss)}}
-    dataset = _loaded(document)
-    document["learners"] = _learners(options, dataset, asking)
+    dialogue = _Dialogue(ask, show)
+    data, loss, table = _choose_data(options, dialogue)
+    document: dict[str, Any] = {"name": _choose_name(options), "loss": loss, "data": data}
+    document |= {"decision_set": {"kind": "l2_ball", "radius": _choose_radius(loss)}}
+    dataset = _load_dataset(document)
+    document["learners"] = _choose_learners(options, dataset, dialogue)
     placed, unscaled = dataset.learner is not None or dataset.round is not None, ""
     if dataset.learner is None:
-        told = asking.one(
-            "how records are dealt to learners", options.partition, "iid", tuple(PARTITIONS), "--partition"
+        partition = dialogue.choose(
+            "distribution of records among learners", options.partition, "iid", tuple(PARTITIONS), "--partition"
         )
-        data["partition"] = dict(PARTITIONS[told])
+        data["partition"] = dict(PARTITIONS[partition])
     elif options.partition is not None:
-        raise SpecError("--partition must be left out: the column learner of the file says who has which records")
+        raise SpecError("--partition must be left out: the column learner of the file assigns the records to learners")
     if options.schema is None and (not placed or dataset.test is not None):
-        data["scale"] = asking.one(
-            "how features are scaled: by mean and deviation (standard) or range of held-out records, which nothing protects, or "
-            "not at all (none)",
+        data["scale"] = dialogue.choose(
+            "scaling of features: by mean and deviation (standard) or range of held-out records, which are not protected, or "
+            "none",
             options.scale,
             "standard",
             SCALES,
             "--scale",
         )
     elif options.scale not in (None, "none"):
-        why = "a schema scales by its bounds" if options.schema else "no record of this file is held out"
-        raise SpecError(f"--scale must be left out or none, for {why}, got {options.scale}")
+        reason = "a schema scales by its bounds" if options.schema else "no record of this file is held out"
+        raise SpecError(f"--scale must be left out or none, because {reason}, got {options.scale}")
     elif options.schema is None:
         unscaled = _UNSCALED
-    epsilon = asking.number("epsilon per record: 1 is strict, 4 is loose", options.epsilon, _EPSILON, "--epsilon")
+    epsilon = dialogue.choose_number(
+        "epsilon per record: 1 is strict, 4 is loose", options.epsilon, _EPSILON, "--epsilon"
+    )
     rounds = int(
-        asking.number(
+        dialogue.choose_number(
             "rounds: fewer have larger batches, and cost less accuracy", options.rounds, DEFAULT_ROUNDS, "--rounds"
         )
     )
-    document |= {"topology": {"graph": _graph(_many(document))}, "privacy": {"budget": epsilon}}
-    document |= {"capture": "relay"} if _many(document) > 1 else {"capture": "none", "telemetry": {"predict": True}}
+    n_learners = _count_learners(document)
+    document |= {"topology": {"graph": _choose_graph(n_learners)}, "privacy": {"budget": epsilon}}
+    document |= {"capture": "relay"} if n_learners > 1 else {"capture": "none", "telemetry": {"predict": True}}
     spec = propose_spec(document, dataset, epsilon, rounds)
-    shares = place_data(spec, dataset)
-    spent = max(compute_epsilons(build_run(spec, shares.n_features), shares, unit="record"))
-    left = max(len(own.labels) - int(own.offsets[-2]) for own in shares.learners)
-    text = "\n".join(_lines(spec, options, folder, table, shares, (spent, left, unscaled))) + "\n"
-    told = describe_similar_labels(dataset.class_names)
+    placement = place_data(spec, dataset)
+    spent = max(compute_epsilons(build_run(spec, placement.n_features), placement, unit="record"))
+    unused = max(len(own.labels) - int(own.offsets[-2]) for own in placement.learners)
+    text = "\n".join(_lines(spec, options, folder, table, placement, (spent, unused, unscaled))) + "\n"
+    similar = describe_similar_labels(dataset.class_names)
     notes = (
         unscaled,
-        f"labels {told}" if told else "",
+        f"labels {similar}" if similar else "",
         "" if table is None else describe_constant_features(table),
         SINGLE_LEARNER_NOTE if spec.n_learners == 1 else "",
     )
-    return _Begun(spec, text, spent, sum(len(own.labels) for own in shares.learners), left, tuple(filter(None, notes)))
+    records = sum(len(own.labels) for own in placement.learners)
+    return _SpecDraft(spec, text, spent, records, unused, tuple(filter(None, notes)))
 
 
-# ---- what is asked -----------------------------------------------------------------------------------------------------
+# ---- questions ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Asking:
-    """Whoever answers, or nobody."""
+class _Dialogue:
+    """Questions to the user; `ask` is None if the command is not interactive."""
 
     ask: QuestionCallback | None
-    say: Callable[[str], None]
+    show: Callable[[str], None]
 
-    def settle(self, question: str, given: T | None, default: str, parsed: Callable[[str], T]) -> T:
-        """What was said, or is answered, or is usual; who answers something else is asked again."""
+    def settle(self, question: str, given: T | None, default: str, parse: Callable[[str], T]) -> T:
+        """Return the given value, else the user's answer, else the default; an invalid answer is asked again."""
         if given is not None:
             return given
         while self.ask is not None:
             try:
-                return parsed(self.ask(question, default).strip())
+                return parse(self.ask(question, default).strip())
             except SpecError as error:
-                self.say(str(error))
-        return parsed(default)
+                self.show(str(error))
+        return parse(default)
 
-    def one(self, question: str, given: str | None, default: str, allowed: Sequence[str], option: str) -> str:
-        """One of some words."""
+    def choose(self, question: str, given: str | None, default: str, allowed: Sequence[str], option: str) -> str:
+        """Choose one of the allowed values."""
 
-        def parsed(text: str) -> str:
+        def parse(text: str) -> str:
             if text not in allowed:
                 raise SpecError(f"{option} must be one of {', '.join(allowed)}, got {text!r}")
             return text
 
-        shown = question if list(allowed) == [default] else f"{question} ({abbreviate_names(allowed)})"
-        return self.settle(shown, None if given is None else parsed(given), default, parsed)
+        text = question if list(allowed) == [default] else f"{question} ({abbreviate_names(allowed)})"
+        return self.settle(text, None if given is None else parse(given), default, parse)
 
-    def number(self, question: str, given: float | None, default: float | None, option: str) -> float:
-        """A number above 0."""
+    def choose_number(self, question: str, given: float | None, default: float | None, option: str) -> float:
+        """Choose a finite number above 0."""
 
-        def parsed(text: str) -> float:
+        def parse(text: str) -> float:
             try:
                 value = float(text)
             except ValueError:
@@ -211,81 +218,87 @@ class _Asking:
                 raise SpecError(f"{option} must be a finite number above 0, got {text!r}{advice}")
             return value
 
-        usual = "" if default is None else f"{default:g}"
-        return self.settle(question, None if given is None else parsed(str(given)), usual, parsed)
+        text = "" if default is None else f"{default:g}"
+        return self.settle(question, None if given is None else parse(str(given)), text, parse)
 
 
-def _reading(wishes: InitOptions, asking: _Asking) -> tuple[dict[str, Any], dict[str, Any], RawTable | None]:
-    """The sections `data` and `loss`, and the file as it is read without a schema."""
-    data: dict[str, Any] = {"source": str(wishes.file)}
-    if wishes.schema is not None:
-        for option, given in (("--label", wishes.label), ("--label-bound", wishes.label_bound)):
+def _choose_data(options: InitOptions, dialogue: _Dialogue) -> tuple[dict[str, Any], dict[str, Any], RawTable | None]:
+    """Choose the sections `data` and `loss`; return them, and the table of the file if there is no schema."""
+    data: dict[str, Any] = {"source": str(options.file)}
+    if options.schema is not None:
+        for option, given in (("--label", options.label), ("--label-bound", options.label_bound)):
             if given is not None:
-                raise SpecError(f"{option} must be left out with --schema, which says what the label is")
-        schema = load_schema(wishes.schema)
+                raise SpecError(f"{option} must be left out with --schema, which defines the label")
+        schema = load_schema(options.schema)
         data["schema"] = schema.model_dump(mode="json")
         classes = schema.label.classes
-        asking.say(f"{pluralize(len(schema.features), 'field')}, label {schema.label.name!r}")
+        dialogue.show(f"{pluralize(len(schema.features), 'field')}, label {schema.label.name!r}")
         task = "regress" if classes is None else "classify"
-        if wishes.task not in (None, task):
-            raise SpecError(f"--task must be {task}, for the schema's label is of type {schema.label.type}")
-        return data, _loss(wishes, data, classes, 1.0, asking), None
-    label = default = wishes.label
-    if wishes.file.suffix.lower() != ".npz":
-        names, guess, header = _columns(wishes.file, label)
+        if options.task not in (None, task):
+            raise SpecError(
+                f"--task must be {task}, because the schema's label is of type {schema.label.type}, got {options.task}"
+            )
+        return data, _choose_loss(options, data, classes, 1.0, dialogue), None
+    label = default = options.label
+    if options.file.suffix.lower() != ".npz":
+        names, guess, header = _read_columns(options.file, label)
         default = choose_label(names, None, "")
-        asking.say(f"{pluralize(len(names), 'column')}: {abbreviate_names(names)}")
+        dialogue.show(f"{pluralize(len(names), 'column')}: {abbreviate_names(names)}")
         if label is not None:
             choose_label(names, label, "--label must be one of the columns", header)
-        label = asking.one("label column", label, guess, names, "--label")
+        label = dialogue.choose("label column", label, guess, names, "--label")
         data["label"] = label
-    usual = wishes.label is None and label == default  # which is no reason to take a first line for names
-    table = read_source(DataSpec(source=str(wishes.file), label=None if usual else label))
-    asking.say(f"{pluralize(len(table.labels), 'record')} of {pluralize(table.features.shape[1], 'feature')}")
+    is_default = options.label is None and label == default  # a default label does not prove that line 1 has names
+    table = read_source(DataSpec(source=str(options.file), label=None if is_default else label))
+    dialogue.show(f"{pluralize(len(table.labels), 'record')} of {pluralize(table.features.shape[1], 'feature')}")
     found = count_classes(table)
-    asking.say(
+    dialogue.show(
         "labels are numbers"
         if found is None
         else f"labels: {abbreviate_names([f'{name} ({format_count(n)})' for name, n in found])}"
     )
     guess = "regress" if found is None else "classify"
-    task = asking.one("task", wishes.task, guess, TASKS, "--task")
+    task = dialogue.choose("task", options.task, guess, TASKS, "--task")
     labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
     texts = None if task == "regress" else format_labels(np.unique(labels))
-    return data, _loss(wishes, data, texts, None, asking), table
+    return data, _choose_loss(options, data, texts, None, dialogue), table
 
 
-def _loss(
-    wishes: InitOptions, data: dict[str, Any], classes: Sequence[str] | None, bound: float | None, asking: _Asking
+def _choose_loss(
+    options: InitOptions,
+    data: dict[str, Any],
+    classes: Sequence[str] | None,
+    bound: float | None,
+    dialogue: _Dialogue,
 ) -> dict[str, Any]:
-    """The section `loss`, and what counts as 1.
+    """Choose the section `loss`, and the positive classes.
 
     Args:
-        wishes: what was said.
-        data: the section, which gets `positive`.
-        classes: of the label, sorted; None: it is a number.
-        bound: what numbers lie in; None: to be said.
-        asking: whoever answers.
+        options: The given options.
+        data: Section `data`, to which `positive` is added.
+        classes: Sorted classes of the label; None: it is a number.
+        bound: Absolute bound of numeric labels; None: to be chosen.
+        dialogue: Questions to the user.
     """
     if classes is None:
-        if wishes.positive is not None:
-            raise SpecError("--positive must be left out where labels are numbers: it says which labels count as 1")
+        if options.positive is not None:
+            raise SpecError("--positive must be left out if labels are numbers: it selects the classes that count as 1")
         if bound is None:
-            bound = asking.number(
-                "labels are clipped to plus and minus (a public bound, not one read off the records)",
-                wishes.label_bound,
+            bound = dialogue.choose_number(
+                "labels are clipped to plus and minus (a public bound, not one computed from the records)",
+                options.label_bound,
                 None,
                 "--label-bound",
             )
         return {"kind": "ridge", "ridge": 0.001, "label_bound": bound, "clip_norm": bound}
-    if wishes.label_bound is not None:
-        raise SpecError("--label-bound must be left out where labels are classes: it bounds those that are numbers")
+    if options.label_bound is not None:
+        raise SpecError("--label-bound must be left out if labels are classes: it bounds numeric labels")
     if len(classes) < 2:
-        raise SpecError("there must be two labels to tell apart, got one alone; bring records of another class")
-    if len(classes) > 2 and wishes.positive is None:
+        raise SpecError("there must be at least two classes, got one: add records of another class")
+    if len(classes) > 2 and options.positive is None:
         return {"kind": "softmax", "ridge": 0.001, "feature_bound": 1.0, "classes": len(classes)}
 
-    def parsed(text: str) -> tuple[str, ...]:
+    def parse(text: str) -> tuple[str, ...]:
         chosen = tuple(resolve_class_name(part.strip(), classes) for part in text.split(","))
         if unknown := [each for each in chosen if each not in classes]:
             raise SpecError(f"--positive must name labels that occur, {abbreviate_names(classes)}, got {unknown[0]!r}")
@@ -293,170 +306,169 @@ def _loss(
             raise SpecError(f"--positive must name some of the labels {abbreviate_names(classes)}, not all")
         return chosen
 
-    given = None if wishes.positive is None else parsed(",".join(wishes.positive))
-    positive = asking.settle(f"which label counts as 1 ({abbreviate_names(classes)})", given, classes[-1], parsed)
-    data["positive"] = [_as_number(each) for each in positive]
+    given = None if options.positive is None else parse(",".join(options.positive))
+    positive = dialogue.settle(f"which label counts as 1 ({abbreviate_names(classes)})", given, classes[-1], parse)
+    data["positive"] = [_parse_integer(each) for each in positive]
     return {"kind": "logistic", "ridge": 0.001, "feature_bound": 1.0}
 
 
-def _as_number(text: str) -> int | str:
+def _parse_integer(text: str) -> int | str:
     return int(text) if re.fullmatch(r"-?\d{1,15}", text) and str(int(text)) == text else text
 
 
-def _columns(path: Path, label: str | None) -> tuple[list[str], str, str | None]:
-    """Names of columns that may be the label, which of them probably is, and why these are names."""
+def _read_columns(path: Path, label: str | None) -> tuple[list[str], str, str | None]:
+    """Return the possible label columns, the most likely one, and the reason why the first line is taken as names."""
     kinds, header = read_names(path, label)
     names = [name for name in kinds if name not in PLACEMENT_COLUMNS]
     if not names:
         raise SpecError(f"{path} must have a label column and a feature column, got none")
-    words = [name for name in names if kinds[name]]
-    if "label" in names or "y" in names or len(words) != 1:
+    text_columns = [name for name in names if kinds[name]]
+    if "label" in names or "y" in names or len(text_columns) != 1:
         return names, choose_label(names, None, ""), header
-    return names, words[0], header
+    return names, text_columns[0], header
 
 
-def _loaded(document: Mapping[str, Any]) -> Dataset:
+def _load_dataset(document: Mapping[str, Any]) -> Dataset:
     spec = parse_spec({"rounds": 1, "algorithm": "ldp-dol", **document}, allow_imports=False)
     return load_dataset(spec.data, spec.loss)
 
 
-def _learners(wishes: InitOptions, dataset: Dataset, asking: _Asking) -> int | list[str]:
-    def parsed(text: str) -> int | list[str]:
+def _choose_learners(options: InitOptions, dataset: Dataset, dialogue: _Dialogue) -> int | list[str]:
+    def parse(text: str) -> int | list[str]:
         if text.isascii() and text.isdigit() and 0 < int(text) <= len(dataset.labels):
             return int(text)
         names = [part.strip() for part in text.split(",")]
         if all(names) and not names[0].isdigit():
             return names
         raise SpecError(
-            f"--learners must be how many, at most one for each of {format_count(len(dataset.labels))} records, or names with commas "
-            f"between them, got {text!r}"
+            f"--learners must be a number, at most one for each of {format_count(len(dataset.labels))} records, or names with "
+            f"commas between them, got {text!r}"
         )
 
-    if dataset.learner is not None and wishes.learners is None:
+    if dataset.learner is not None and options.learners is None:
         if dataset.learner_names is not None:
             return list(dataset.learner_names)
         return int(dataset.learner.max()) + 1
-    if wishes.learners is not None:
-        return parsed(wishes.learners)
-    usual = str(_LEARNERS)
-    return asking.settle("learners: how many, or their names with commas", None, usual, parsed)
+    if options.learners is not None:
+        return parse(options.learners)
+    return dialogue.settle("learners: number, or names separated by commas", None, str(_LEARNERS), parse)
 
 
-def _many(document: Mapping[str, Any]) -> int:
+def _count_learners(document: Mapping[str, Any]) -> int:
     learners = document["learners"]
     return learners if isinstance(learners, int) else len(learners)
 
 
-def _graph(learners: int) -> str:
+def _choose_graph(learners: int) -> str:
     return "ring" if learners > 2 else "complete"
 
 
-def _radius(loss: Mapping[str, Any]) -> float:
-    """Of the ball of models: rows have norm 1, so scores reach it."""
+def _choose_radius(loss: Mapping[str, Any]) -> float:
+    """Return the radius of the ball of models, which bounds the scores because rows have norm 1."""
     return max(_RADIUS, 2.0 * float(loss.get("label_bound", 0.0)))
 
 
-def _name(wishes: InitOptions) -> str:
-    if wishes.name is not None:
-        return wishes.name
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", wishes.file.stem).strip("-._")
-    return plain[:63] or "run"
+def _choose_name(options: InitOptions) -> str:
+    if options.name is not None:
+        return options.name
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.file.stem).strip("-._")
+    return name[:63] or "run"
 
 
-# ---- what is written ---------------------------------------------------------------------------------------------------
+# ---- the written file --------------------------------------------------------------------------------------------------
 
 
 def _lines(
     spec: RunSpec,
-    wishes: InitOptions,
+    options: InitOptions,
     folder: Path,
     table: RawTable | None,
-    shares: PlacedData,
+    placement: PlacedData,
     found: tuple[float, int, str],
 ) -> Iterator[str]:
-    """The file, line by line.
+    """Yield the lines of the file.
 
     Args:
-        spec: the run.
-        wishes: what was said.
-        folder: where the file will lie.
-        table: the records without a schema.
-        shares: who learns which.
-        found: epsilon of the dearest record; the most records of a learner that no message shows; why features are not scaled,
-            where nobody chose that.
+        spec: The run spec.
+        options: The given options.
+        folder: Folder of the file.
+        table: Table of the records; None: with a schema.
+        placement: Records of each learner.
+        found: Epsilon of the most costly record; maximum number of unused records of a learner; reason why features are not
+            scaled, if that was not chosen.
     """
-    (spent, left, unscaled), wished, held = found, spec.privacy.budget, len(shares.test_labels)
+    (spent, unused, unscaled), budget, held_out = found, spec.privacy.budget, len(placement.test_labels)
     document = spec.model_dump(mode="json", exclude_defaults=True)
     noise = document["algorithm"]["noise"]["epsilon"] if "noise" in document["algorithm"] else 1.0
-    own = [len(each.labels) for each in shares.learners]
-    least, most = min(own), max(own)
-    have = format_count(least) if least == most else f"{format_count(least)} to {format_count(most)}"
-    yield f"# Written by `sottovoce init` for {wishes.file.name}. What each field means: docs/spec.md."
-    yield f"# One record, which is learned once, costs epsilon {format_number(spent)} at most, of {wished:g} that were wished."
-    yield "# The promise is pure: it holds at delta 0, and so at any other delta."
+    own = [len(each.labels) for each in placement.learners]
+    low, high = min(own), max(own)
+    counts = format_count(low) if low == high else f"{format_count(low)} to {format_count(high)}"
+    yield f"# Written by `sottovoce init` for {options.file.name}. All fields are described in docs/spec.md."
+    yield f"# One record is learned once and costs at most epsilon {format_number(spent)}, of the requested {budget:g}."
+    yield "# The guarantee is pure differential privacy: it holds at delta 0, and so at any other delta."
     yield "#"
     yield "# Next:"
     for command in list_next_commands("THIS_FILE"):
         yield f"#   {command}"
     yield ""
     yield f"name: {_flow(spec.name)}"
-    yield f"rounds: {spec.rounds}  # fewer have larger batches, whose noise is smaller; more follow a stream that changes"
+    yield f"rounds: {spec.rounds}  # fewer rounds have larger batches and less noise; more rounds follow a changing stream"
     yield f"learners: {_flow(document.get('learners', spec.n_learners))}"
     yield ""
-    yield "# PD-OGD: a record shows in one message, and its noise is in proportion to what one record of a batch can move."
-    yield "# The public mix of messages is the model (play: mixed), so what it predicts tells no more than they do."
+    yield "# PD-OGD: a record affects one message, and the noise is proportional to the effect of one record of a batch."
+    yield "# The model is the public mix of messages (play: mixed), so its predictions reveal no more than the messages."
     yield "algorithm:"
     yield "  name: pd-ogd"
     yield "  play: mixed"
     batch = spec.data.batch_size
-    yield f"  # what a record alone in its batch would cost; here {batch} share a round, and the message that shows them"
+    yield f"  # the cost of a record that is alone in its batch; here {batch} records share a round and its message"
     yield f"  noise: {{kind: calibrated, epsilon: {_flow(noise)}}}"
     yield ""
-    yield "# Every row is scaled to norm 1 at most: what a record can move is bounded whatever it says."
+    yield "# Every row is clipped to norm 1, which bounds the effect of any record."
     yield f"loss: {_flow(_loss_document(spec))}"
     yield f"decision_set: {_flow({'kind': 'l2_ball', 'radius': spec.decision_set.largest_norm(1)})}"
-    yield f"topology: {_flow({'graph': _graph(spec.n_learners)})}"
+    yield f"topology: {_flow({'graph': _choose_graph(spec.n_learners)})}"
     yield ""
-    yield f"# {have} records for each learner."
+    yield f"# {counts} records for each learner."
     yield "data:"
-    yield f"  source: {_flow(_relative(wishes.file, folder))}"
-    if wishes.schema is not None:
-        yield f"  schema: {_flow(_relative(wishes.schema, folder))}"
+    yield f"  source: {_flow(_relative(options.file, folder))}"
+    if options.schema is not None:
+        yield f"  schema: {_flow(_relative(options.schema, folder))}"
     if spec.data.label is not None:
         yield f"  label: {_flow(spec.data.label)}"
     if spec.data.positive is not None:
-        yield f"  positive: {_flow(list(spec.data.positive))}  # counts as 1, all others as 0"
+        yield f"  positive: {_flow(list(spec.data.positive))}  # count as 1, all others as 0"
     if "partition" in document["data"] or (table is not None and table.learner is None):
         yield f"  partition: {_flow(document['data'].get('partition', {'kind': 'iid'}))}"
     if not (table is not None and table.round is not None):
-        yield f"  batch_size: {batch}  # all batches are full, for one of few records would cost more"
-        if left:
-            yield f"  # so of a learner's records up to {format_count(left)} are not learned"
-    yield "  reuse: false  # each record once"
-    if held:
-        yield f"  # {format_count(held)} records are held out, for accuracy and the constants of scale. Nothing protects these."
+        yield f"  batch_size: {batch}  # all batches are full, because a smaller batch costs more privacy"
+        if unused:
+            yield f"  # so up to {format_count(unused)} records of a learner are not used"
+    yield "  reuse: false  # each record is used once"
+    if held_out:
+        yield f"  # {format_count(held_out)} records are held out, not protected: for accuracy and the constants of scale."
     if unscaled:
         yield f"  # {unscaled}"
-    if wishes.schema is None:
+    if options.schema is None:
         yield f"  scale: {spec.data.scale}"
     yield ""
-    yield f"privacy: {{budget: {_flow(wished)}}}  # a learner that would exceed it stops speaking"
-    yield f"capture: {spec.capture}  # relay: an eavesdropper stands on every edge, for an audit; none: nobody does"
+    yield f"privacy: {{budget: {_flow(budget)}}}  # a learner that would exceed it stops sending"
+    yield f"capture: {spec.capture}  # relay: an eavesdropper records every edge, for an audit; none: no capture"
     if spec.telemetry.predict:
-        yield "# Nothing is overheard of a single learner: its answers give the accuracy."
+        yield "# A single learner sends no messages to capture: its predictions give the accuracy."
     else:
-        yield "# For `sottovoce predict`. Accuracy on held-out records does without: it is measured from the capture."
+        yield "# For `sottovoce predict`. Accuracy on held-out records needs no predictions: it is measured from the capture."
     off = "" if spec.telemetry.predict else "# "
     yield f"{off}telemetry: {{predict: true}}  # a policy allows it by `telemetry: [predict]` (`sottovoce policy`)"
 
 
 def list_next_commands(spec: str) -> tuple[str, ...]:
-    """What to do with a spec, in this order."""
+    """Return the next commands for a spec, in their order."""
     return (
-        f"sottovoce spec check {spec}             # how the records are read: columns, what is 1",
-        f"sottovoce budget {spec}                 # what is promised, to whom, and on what it rests",
-        f"sottovoce simulate {spec}               # what it comes to, without services",
-        f"sottovoce up {spec}                     # all services on this machine",
+        f"sottovoce spec check {spec}             # check how the records are read: columns, positive classes",
+        f"sottovoce budget {spec}                 # show the privacy guarantee and its assumptions",
+        f"sottovoce simulate {spec}               # simulate the run without services",
+        f"sottovoce up {spec}                     # run all services on this machine",
     )
 
 
@@ -471,5 +483,5 @@ def _relative(path: Path, folder: Path) -> str:
 
 
 def _flow(value: Any) -> str:
-    """A value on one line of YAML."""
+    """Format a value on one line of YAML."""
     return write_yaml(value, flow=True).removesuffix("\n")

@@ -1,4 +1,4 @@
-"""The terminal: text on it is text, whoever has written it; and tables, alike in every command."""
+"""Terminal output: escaped text, tables in one style, JSON results, notices and progress bars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
 from pydantic_core import to_json
 from rich import box
@@ -24,30 +24,30 @@ from rich.table import Table
 from sottovoce_core.text import escape_control_lines
 
 _REDRAW_PERIOD_S = 0.1
-"""A bar is drawn again after so long: what reports every millisecond is not slowed down by it."""
+"""Minimum seconds between two redraws of a bar, so that frequent reports do not slow the work down."""
 
 WAIT_NOTICE_DELAY_S = 1.5
-"""After which whoever waits is told for what."""
+"""Seconds of waiting after which a notice names what is awaited."""
 
 
-def create_console(**look: Any) -> Console:
-    """The terminal, or wherever standard output goes; `look` is Rich's.
+def create_console(**options: Any) -> Console:
+    """Create a Rich console for standard output, with Rich's `options`.
 
-    Names, details and captures come from others: no text is taken for markup, and what would steer the terminal is shown escaped.
+    Names, details and captures come from other machines: text is never parsed as markup, and control characters are escaped.
     """
-    made = Console(**{"markup": False, "emoji": False, **look})
-    made.push_render_hook(_Plainly())
-    return made
+    console = Console(**{"markup": False, "emoji": False, **options})
+    console.push_render_hook(_EscapeHook())
+    return console
 
 
-class _Plainly(RenderHook):
+class _EscapeHook(RenderHook):
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        return [_Shown(each) for each in renderables]
+        return [_Escaped(each) for each in renderables]
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
-    """What is printed, once it has its place and style: lines are those of whoever prints."""
+class _Escaped:
+    """A renderable whose control characters are escaped after layout; line breaks of the layout are kept."""
 
     inner: ConsoleRenderable
 
@@ -57,66 +57,66 @@ class _Shown:
 
 
 def print_json(document: Any) -> None:
-    """A result for programs, on standard output: plain values, dataclasses, paths and arrays; what is not finite is null."""
+    """Print a result as JSON: plain values, dataclasses, paths and arrays; non-finite numbers become null."""
     text = to_json(document, indent=2, inf_nan_mode="null", fallback=lambda array: array.tolist()).decode()
-    print(text, file=_APART.get() or sys.stdout)
+    print(text, file=_JSON_OUTPUT.get() or sys.stdout)
 
 
-_APART: ContextVar[TextIO | None] = ContextVar("_APART", default=None)
-"""Where `print_json` writes while words go elsewhere."""
+_JSON_OUTPUT: ContextVar[TextIO | None] = ContextVar("_JSON_OUTPUT", default=None)
+"""Output of `print_json` while standard output is reserved for it; None: it is not reserved."""
 
 
 @contextmanager
 def reserve_stdout_for_json() -> Iterator[None]:
-    """While it lasts, standard output has what `print_json` writes and nothing else: words go to standard error."""
-    before = _APART.set(sys.stdout)
+    """Reserve standard output for `print_json` in the block: all other output goes to standard error."""
+    before = _JSON_OUTPUT.set(sys.stdout)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        _APART.reset(before)
+        _JSON_OUTPUT.reset(before)
 
 
 def is_json_requested() -> bool:
-    """Whether `--json` is in force."""
-    return _APART.get() is not None
+    """Return whether `--json` is in force."""
+    return _JSON_OUTPUT.get() is not None
 
 
 def print_json_if_requested(build_document: Callable[[], Any]) -> None:
-    """What a command came to, as JSON, where that was asked for; in words it was said before."""
+    """Print the result of a command as JSON if `--json` is in force."""
     if is_json_requested():
         print_json(build_document())
 
 
 def print_json_file_if_requested(path: Path, **more: Any) -> None:
-    """The same, where it has been written to a file; with its folder, and what else there is."""
+    """Print a JSON result file, its folder and `more` keys, if `--json` is in force."""
     print_json_if_requested(lambda: {"folder": path.parent, **json.loads(path.read_bytes()), **more})
 
 
 def print_notice(text: str) -> None:
-    """A line for whoever waits: on standard error, beside what the command came for."""
+    """Print a notice on standard error, apart from the result of the command."""
     print(escape_control_lines(text), file=sys.stderr, flush=True)
 
 
 INCOMPLETE_EXIT_CODE = 3
-"""Exit code of a command whose results are there, but for a page or a figure of them that could not be made."""
+"""Exit code of a command whose results are complete except for a page or a figure."""
 
 
 def attempt(file_name: str, make: Callable[[], object]) -> int:
-    """Make something of results that are written down already: whatever it raises, they are not lost.
+    """Make a page or a figure of results that are already saved; an error does not fail the command.
 
     Args:
-        what: is made, such as the name of a file.
-        make: does it.
+        file_name: Name of the file, for the error line.
+        make: Function that makes it.
 
     Returns:
-        The exit code: 0, or `INCOMPLETE`, after a line on standard error that says why.
+        The exit code: 0, or `INCOMPLETE_EXIT_CODE` after a line on standard error with the reason.
     """
     from sottovoce_rpc.logs import describe_reason
 
     try:
         make()
-    except Exception as error:  # noqa: BLE001 - drawing, and code of a user's own, may raise anything
+    except Exception as error:  # noqa: BLE001 - drawing and user code may raise any error
         print_notice(
             f"sottovoce: {file_name} could not be made: {describe_reason(error)}. All other results are complete."
         )
@@ -126,7 +126,7 @@ def attempt(file_name: str, make: Callable[[], object]) -> int:
 
 @contextmanager
 def print_if_slow(text: str) -> Iterator[None]:
-    """Print a line, once, where what is done within takes long."""
+    """Print a line if the block takes longer than `WAIT_NOTICE_DELAY_S`."""
     timer = threading.Timer(WAIT_NOTICE_DELAY_S, print, [text], {"flush": True})
     timer.daemon = True
     timer.start()
@@ -137,7 +137,7 @@ def print_if_slow(text: str) -> Iterator[None]:
 
 
 class ProgressReporter(Protocol):
-    """Reports progress: `say("simulating", 40, 500, "rounds")` fills a bar; without numbers the bar moves."""
+    """Progress callback: `report("simulating", 40, 500, "rounds")` fills a bar; without numbers the bar is indeterminate."""
 
     def __call__(self, activity: str, done: int = 0, total: int = 0, unit: str = "") -> None: ...
 
@@ -147,15 +147,15 @@ def ignore_progress(activity: str, done: int = 0, total: int = 0, unit: str = ""
 
 
 @contextmanager
-def show_progress_bar(what: str) -> Iterator[ProgressReporter]:
-    """Show a progress bar with the time left on standard error until the block ends; nothing where that is no terminal."""
-    shown = create_console(stderr=True)
-    if not shown.is_terminal:
+def show_progress_bar(activity: str) -> Iterator[ProgressReporter]:
+    """Show a progress bar with the remaining time on standard error during the block, if that is a terminal."""
+    console = create_console(stderr=True)
+    if not console.is_terminal:
         yield ignore_progress
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=shown, transient=True, redirect_stdout=False) as progress:
-        task, due = progress.add_task(what, total=None), 0.0
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as progress:
+        task, due = progress.add_task(activity, total=None), 0.0
 
         def report(activity: str, done: int = 0, total: int = 0, unit: str = "") -> None:
             nonlocal due
@@ -170,9 +170,9 @@ def show_progress_bar(what: str) -> Iterator[ProgressReporter]:
         yield report
 
 
-def create_table(*heads: str, **look: Any) -> Table:
-    """A table with these columns, to which more may be added; `look` is Rich's."""
-    return Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", **look)
+def create_table(*headings: str, **options: Any) -> Table:
+    """Create a table with these columns and Rich's `options`; more columns may be added."""
+    return Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", **options)
 
 
 def fit_table(
@@ -183,48 +183,48 @@ def fit_table(
     right_aligned: Container[str],
     optional_columns: Sequence[str],
 ) -> tuple[Table, list[str]]:
-    """A table that the terminal is wide enough for: text and heads break between words, and nothing else does.
+    """Build a table that fits the terminal: text and headings wrap only between words.
 
     Args:
-        width: of the terminal.
-        heads, rows: what it says.
-        right: heads of columns that stand to the right, as numbers do; they are never broken.
-        spare: heads of columns that are left out where there is no room for all, the first one first.
+        width: Width of the terminal.
+        headings, rows: Content.
+        right_aligned: Headings of right-aligned columns, such as numbers, whose cells never wrap.
+        optional_columns: Headings of columns that are dropped, in this order, while the table is too wide.
 
     Returns:
-        The table, and the heads that were left out.
+        The table, and the dropped headings.
     """
     columns = dict(zip(headings, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(headings, ())
-    least = {head: max(map(cell_len, _whole(head, columns[head], head in right_aligned))) for head in headings}
-    left_out: list[str] = []
+    widths = {head: max(map(cell_len, _unbreakable(head, columns[head], head in right_aligned))) for head in headings}
+    dropped: list[str] = []
     for head in optional_columns:
-        if _room(width, least) < 0:
-            left_out.append(head)
-            del least[head]
-    most = {head: max(map(cell_len, (head, *columns[head]))) for head in least}
-    made = create_table()
-    for head in sorted(least, key=lambda each: each in right_aligned):  # words gain more by room than heads of numbers
-        wanted, room = most[head] - least[head], max(_room(width, least), 0)
-        least[head] += min(wanted, room)
-    for head, wide in least.items():
-        made.add_column(head, justify="right" if head in right_aligned else "left", overflow="fold", width=wide)
-    for cells in zip(*(columns[head] for head in least), strict=True):
-        made.add_row(*cells)
-    return made, left_out
+        if _free_width(width, widths) < 0:
+            dropped.append(head)
+            del widths[head]
+    full_widths = {head: max(map(cell_len, (head, *columns[head]))) for head in widths}
+    table = create_table()
+    for head in sorted(widths, key=lambda each: each in right_aligned):  # text gains more from width than numbers
+        widths[head] += min(full_widths[head] - widths[head], max(_free_width(width, widths), 0))
+    for head, column_width in widths.items():
+        alignment: Literal["left", "right"] = "right" if head in right_aligned else "left"
+        table.add_column(head, justify=alignment, overflow="fold", width=column_width)
+    for cells in zip(*(columns[head] for head in widths), strict=True):
+        table.add_row(*cells)
+    return table, dropped
 
 
-def _whole(head: str, cells: Sequence[str], number: bool) -> list[str]:
-    """What of a column must stay in one piece."""
-    return [*head.split(), *(cells if number else " ".join(cells).split())]
+def _unbreakable(head: str, cells: Sequence[str], is_number: bool) -> list[str]:
+    """Return the parts of a column that must not be broken."""
+    return [*head.split(), *(cells if is_number else " ".join(cells).split())]
 
 
-def _room(width: int, columns: Mapping[str, int]) -> int:
-    """What columns leave of a width, with their margins as in `table`."""
+def _free_width(width: int, columns: Mapping[str, int]) -> int:
+    """Return the width that the columns and their margins (see `create_table`) leave free."""
     return width - sum(columns.values()) - 2 * len(columns)
 
 
 def create_fact_grid() -> Table:
-    """Rows of a name and what there is to say."""
+    """Create a grid with rows of a name and a value."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")

@@ -47,7 +47,7 @@ async def test_all_is_well(tmp_path: Path) -> None:
             (Role.LEARNER, up.addresses["ann"]),
         ]
         found = await run_checks(CheckTargets(up.operator, services, [tmp_path / "journals"]))
-    assert {each.subject: each.text for each in found if each.state != "well"} == {}
+    assert {each.subject: each.text for each in found if each.state != "ok"} == {}
     state = f"state {tmp_path / 'journals'}"
     assert of(found, f"{state}: ann").text == "1 runs in its ledger: nothing is lost"
     assert of(found, f"coordinator {up.coordinator}: clock").text == "as this machine's"
@@ -71,7 +71,7 @@ async def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path, monkeypatch
         (journals / "ann.runs").write_bytes(bytes([lines[0] ^ 1]) + lines[1:])
         services = [(Role.COORDINATOR, up.coordinator), (Role.LEARNER, up.eavesdropper), (Role.LEARNER, "127.0.0.1:1")]
         found = await run_checks(CheckTargets(up.operator, services, [journals, tmp_path / "nowhere"]))
-    wrong = {each.subject: each.text for each in found if each.state == "wrong"}
+    wrong = {each.subject: each.text for each in found if each.state == "error"}
     assert "set both by NTP" in wrong[f"coordinator {up.coordinator}: clock"]
     assert "somebody else is there" in wrong[f"learner {up.eavesdropper}"]
     assert "is it running" in wrong["learner 127.0.0.1:1"]
@@ -95,11 +95,11 @@ async def test_who_may_not_ask_for_the_clock_is_told_the_rest(tmp_path: Path) ->
 def test_an_identity_that_ends_soon_or_cannot_be_used(tmp_path: Path) -> None:
     ids = Identities(tmp_path / "ids")
     ids.authority.issue("operator/soon", tmp_path / "soon", days=3)
-    (soon,) = (each for each in doctor._identity(Credentials(tmp_path / "soon")))
+    (soon,) = (each for each in doctor._check_identity(Credentials(tmp_path / "soon")))
     assert (soon.state, soon.text.endswith(": renew it")) == ("warning", True)
-    (lost,) = (each for each in doctor._identity(Credentials(tmp_path / "nowhere")))
-    assert (lost.state, "tls.key" in lost.text) == ("wrong", True)
-    (open_to_all,) = doctor._identity(Credentials(insecure=True))
+    (lost,) = (each for each in doctor._check_identity(Credentials(tmp_path / "nowhere")))
+    assert (lost.state, "tls.key" in lost.text) == ("error", True)
+    (open_to_all,) = doctor._check_identity(Credentials(insecure=True))
     assert open_to_all.state == "warning"
 
 
@@ -107,12 +107,12 @@ def test_authorities_of_several_domains_are_told(tmp_path: Path) -> None:
     """And one that no name is believed of."""
     ids = Federation(tmp_path, ("ward.example", "east.example"))
     folder = ids.at("operator/alice")
-    found = list(doctor._identity(Credentials(folder)))
+    found = list(doctor._check_identity(Credentials(folder)))
     assert of(found, "authorities").text.startswith("1 of ward.example, 1 of east.example: each is believed")
     with (folder / AUTHORITIES_FILE).open("ab") as file:
         file.write(Signer.of("no domain").certificate.public_bytes(Encoding.PEM))
-    wrong = [each for each in doctor._identity(Credentials(folder)) if each.subject == "authorities"]
-    assert [each.state for each in wrong] == ["well", "warning"]
+    wrong = [each for each in doctor._check_identity(Credentials(folder)) if each.subject == "authorities"]
+    assert [each.state for each in wrong] == ["ok", "warning"]
     assert "1 that name no trust domain" in wrong[1].text
 
 
@@ -127,11 +127,11 @@ async def test_an_identity_that_was_revoked_is_wrong(tmp_path: Path) -> None:
         unlisted = await run_checks(asked)
         shutil.copy(ids.authority.folder / REVOCATION_FILE, own / REVOCATION_FILE)
         listed = await run_checks(CheckTargets(Credentials(own)))
-    assert of(unlisted, "identity").state == "well"
+    assert of(unlisted, "identity").state == "ok"
     refused = of(unlisted, f"coordinator {up.coordinator}")
-    assert (refused.state, "this identity was revoked, or is of another" in refused.text) == ("wrong", True)
+    assert (refused.state, "this identity was revoked, or is of another" in refused.text) == ("error", True)
     found = of(listed, "identity")
-    assert (found.state, "was revoked, by crl.pem" in found.text) == ("wrong", True)
+    assert (found.state, "was revoked, by crl.pem" in found.text) == ("error", True)
     assert print_findings(listed, Console(quiet=True)) == 1
 
 
@@ -155,12 +155,12 @@ async def test_metrics_are_asked_for_and_whose_certificate_is_shown(tmp_path: Pa
     async with told(ids.of("learner/ann")) as address:
         found = await run_checks(CheckTargets(ids.of("operator/alice"), metrics_addresses=[address]))
         other = await run_checks(CheckTargets(ids.of("feeder/ann"), metrics_addresses=[address]))
-    assert of(found, f"metrics {address}").state == "well"
+    assert of(found, f"metrics {address}").state == "ok"
     assert "it answers: " in of(found, f"metrics {address}").text
     assert of(found, f"metrics {address}: certificate").text.startswith("learner/ann of ward.example, until ")
     assert not any(each.subject.endswith("channel") for each in found)
     assert "not for feeder/ann" in of(other, f"metrics {address}").text
-    assert of(other, f"metrics {address}: certificate").state == "well"
+    assert of(other, f"metrics {address}: certificate").state == "ok"
 
 
 async def test_metrics_with_a_certificate_that_ends_soon(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ async def test_metrics_in_the_clear_are_warned_of_where_others_can_read_them(
             await run_checks(CheckTargets(each, metrics_addresses=[address]))
             for each in (Credentials(), ids.of("operator/alice"))
         ]
-    assert [of(here, f"metrics {address}").state, len(there)] == ["well", 2]
+    assert [of(here, f"metrics {address}").state, len(there)] == ["ok", 2]
     assert not any(each.subject.endswith("channel") for each in here)
     for found in there:
         channel = of(found, f"metrics {address}: channel")
@@ -200,8 +200,8 @@ async def test_metrics_that_are_not_told_are_said_with_why(tmp_path: Path) -> No
         ]
     nobody = await run_checks(CheckTargets(Credentials(), metrics_addresses=["127.0.0.1:1", "nonsense"]))
     silent, stranger = (of(each, f"metrics {address}") for each in found)
-    assert (silent.state, "--identity" in silent.text) == ("wrong", True)
-    assert (stranger.state, "no authority that this process believes" in stranger.text) == ("wrong", True)
+    assert (silent.state, "--identity" in silent.text) == ("error", True)
+    assert (stranger.state, "no authority that this process believes" in stranger.text) == ("error", True)
     assert "is it running with --metrics" in of(nobody, "metrics 127.0.0.1:1").text
     assert "HOST:PORT" in of(nobody, "metrics nonsense").text
 

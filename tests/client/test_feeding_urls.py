@@ -95,7 +95,7 @@ def test_it_has_its_help_and_its_line_of_the_doctor(toy: Path) -> None:
         "toy://host/box?r",
     ):
         assert words in result.output
-    (extras,) = [each.text for each in doctor._installed() if each.subject == "extras"]
+    (extras,) = [each.text for each in doctor._check_installation() if each.subject == "extras"]
     assert "toy" in extras.partition("not installed: ")[2].split(", ")
 
 

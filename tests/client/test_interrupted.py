@@ -24,7 +24,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from sottovoce_client import entry_point, terminal
-from sottovoce_client.backends import _done_for, open_mapper
+from sottovoce_client.backends import _run_in_worker, open_mapper
 from sottovoce_client.cli import app, services
 from sottovoce_client.runs.run_client import STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM, StopSignal
 from sottovoce_client.runs.run_command import run_async
@@ -189,7 +189,7 @@ async def test_a_service_that_is_told_to_end_while_it_starts_ends_well() -> None
 
 def test_a_command_of_the_eavesdropper_that_ends_by_itself_is_no_service() -> None:
     assert [
-        entry_point._serves(words) for words in (["eavesdropper"], ["eavesdropper", "audit", "x"], ["run"], [])
+        entry_point._is_service(words) for words in (["eavesdropper"], ["eavesdropper", "audit", "x"], ["run"], [])
     ] == [
         True,
         False,
@@ -303,7 +303,7 @@ def test_a_run_is_stopped_with_the_reason_that_its_command_ends_for(number: sign
 
 
 def test_where_no_workers_may_be_started_the_process_that_works_itself_goes_on() -> None:
-    assert _done_for(os.getpid(), Path.cwd(), str, 1) == "1"
+    assert _run_in_worker(os.getpid(), Path.cwd(), str, 1) == "1"
     assert all(each.name != "parent" for each in threading.enumerate())
 
 

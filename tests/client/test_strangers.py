@@ -233,7 +233,7 @@ def test_a_run_under_way_is_told_in_lines_of_ours() -> None:
 
 def test_what_the_doctor_finds_is_text() -> None:
     console, out = screen()
-    print_findings([Finding(HOSTILE, "wrong", HOSTILE)], console)
+    print_findings([Finding(HOSTILE, "error", HOSTILE)], console)
     assert out.getvalue().count("=x[red]") == 2 and not set(COMMANDS) & set(out.getvalue())
 
 

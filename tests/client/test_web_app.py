@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
 from sottovoce_client.runs.monitoring import RunListItem
-from sottovoce_client.web.app import _is_own_host, _listening, _token_of, create_console_app
+from sottovoce_client.web.app import _is_own_host, _open_socket, _load_token, create_console_app
 from sottovoce_client.web.result_files import ResultFiles
 from sottovoce_core.errors import SpecError, Unavailable
 from tests.client.consoles import COOKIE, TOKEN, Told, a_page
@@ -238,23 +238,23 @@ def test_what_the_eavesdropper_noticed_is_told(results: Path) -> None:
 def test_it_listens_on_this_machine_alone() -> None:
     for listen in ("0.0.0.0:7480", "10.1.2.3:7480", "example.org:80"):
         with pytest.raises(SpecError, match="on this machine alone"):
-            _listening(listen)
+            _open_socket(listen)
     for listen in ("7480", "127.0.0.1:port", "127.0.0.1:70000"):
         with pytest.raises(SpecError, match="must be HOST:PORT"):
-            _listening(listen)
-    with _listening("127.0.0.1:0") as taken, pytest.raises(Unavailable, match="cannot listen on"):
-        _listening(f"127.0.0.1:{taken.getsockname()[1]}")
+            _open_socket(listen)
+    with _open_socket("127.0.0.1:0") as taken, pytest.raises(Unavailable, match="cannot listen on"):
+        _open_socket(f"127.0.0.1:{taken.getsockname()[1]}")
 
 
 def test_a_token_is_kept_where_it_was_asked_for(tmp_path: Path) -> None:
-    assert _token_of(None) != _token_of(None)
+    assert _load_token(None) != _load_token(None)
     place = tmp_path / "token"
-    token = _token_of(place)
-    assert _token_of(place) == token and len(token) >= 40
+    token = _load_token(place)
+    assert _load_token(place) == token and len(token) >= 40
     assert place.stat().st_mode & 0o077 == 0
     place.chmod(0o644)
     with pytest.raises(SpecError, match="other users may read the token"):
-        _token_of(place)
+        _load_token(place)
 
 
 @pytest.mark.parametrize("text", ["short", "x" * 300, "with spaces in between it", "semicolon;" * 4])
@@ -263,9 +263,9 @@ def test_a_token_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     place.write_text(text)
     place.chmod(0o600)
     with pytest.raises(SpecError, match="a token has 20 to 200 letters"):
-        _token_of(place)
+        _load_token(place)
     with pytest.raises(SpecError, match="cannot be used"):
-        _token_of(tmp_path / "no" / "folder")
+        _load_token(tmp_path / "no" / "folder")
 
 
 # ---- as a process ----------------------------------------------------------------------------------------------------

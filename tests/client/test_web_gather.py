@@ -15,7 +15,7 @@ import pytest
 from sottovoce_client.runs.monitoring import CaptureListItem, ServiceAddresses
 from sottovoce_client.watching.display import Gauges
 from sottovoce_client.web import poller
-from sottovoce_client.web.poller import MAX_BROWSERS, Poller, _merged
+from sottovoce_client.web.poller import MAX_BROWSERS, Poller, _merge_captures
 from sottovoce_client.web.service_clients import ConsoleOptions
 from sottovoce_core.errors import FailedPrecondition
 from sottovoce_core.spec import dump_spec
@@ -136,9 +136,9 @@ def test_of_a_capture_whose_eavesdropper_is_gone_the_folder_says_how_it_ended() 
     told = CaptureListItem("a", "run-1", "/far/a", "open", 5, 500)
     found = CaptureListItem("a", "run-1", "/far/a", "complete", 7, 700, "captures/a/capture.json", 1.0)
     older = CaptureListItem("b", "run-0", "/far/b", "complete", 7, 700, "captures/b/capture.json", 0.5)
-    assert _merged((told,), (found, older)) == (replace(told, path=found.path), older)
-    assert _merged((told,), (found, older), gone=True) == (found, older)
-    assert _merged((told,), ()) == (told,)
+    assert _merge_captures((told,), (found, older)) == (replace(told, path=found.path), older)
+    assert _merge_captures((told,), (found, older), is_stale=True) == (found, older)
+    assert _merge_captures((told,), ()) == (told,)
 
 
 async def test_services_are_found_where_up_says_that_they_are(tmp_path: Path) -> None:
@@ -161,16 +161,16 @@ async def test_nobody_is_asked_while_nobody_looks() -> None:
     async def look(_: object) -> None:
         looks.append(1)
 
-    gathering._look = look  # type: ignore[method-assign, assignment]
+    gathering._poll = look  # type: ignore[method-assign, assignment]
     async with Tasks() as tasks:
         tasks.start(gathering.run(), "the console")
         for _ in range(5):
             await asyncio.sleep(0)
         assert looks == []
-        with gathering._looking(""):
+        with gathering._connected(""):
             while not looks:  # noqa: ASYNC110 - it is another task's turn
                 await asyncio.sleep(0)
-        assert not gathering._wanted.is_set()
+        assert not gathering._has_browsers.is_set()
 
 
 async def test_so_many_may_look_and_no_more() -> None:
@@ -178,7 +178,7 @@ async def test_so_many_may_look_and_no_more() -> None:
     with ExitStack() as stack:
         for _ in range(MAX_BROWSERS):
             assert not gathering.is_full
-            stack.enter_context(gathering._looking(""))
+            stack.enter_context(gathering._connected(""))
         assert gathering.is_full
     assert not gathering.is_full
 

@@ -66,7 +66,7 @@ async def test_what_is_known_is_shown_and_follows(browser: Browser) -> None:
         )
         await expect(seen.locator("#round")).to_have_text("21 of 1,000")
         await expect(seen.locator("#state")).to_have_text("failed")
-        await expect(seen.locator("#said")).to_contain_text("The run is failed")
+        await expect(seen.locator("#announcement")).to_contain_text("The run is failed")
         await expect(seen.locator("#notices")).to_contain_text("The run failed: gone")
 
 
@@ -213,11 +213,11 @@ async def test_a_page_whose_console_is_gone_says_since_when_and_comes_back_by_it
             await seen.goto(address)
             await expect(seen.locator("#learner-rows tr")).to_have_count(3)
         await expect(seen.locator("#lost")).to_contain_text("Not connected since")
-        await expect(seen.locator("#said")).to_contain_text("Not connected since")
+        await expect(seen.locator("#announcement")).to_contain_text("Not connected since")
         async with served(again, port):
             await expect(seen.locator("#learner-rows tr")).to_have_count(4)
             await expect(seen.locator("#lost")).to_be_hidden()
-            await expect(seen.locator("#said")).to_contain_text("Connected again")
+            await expect(seen.locator("#announcement")).to_contain_text("Connected again")
             await expect(seen.locator("body.stale")).to_have_count(0)
         async with served(Told(a_page()), port, token="c" * 30):
             await expect(seen.locator("#lost")).to_contain_text("another token")

@@ -47,7 +47,7 @@ async def served(credentials: Credentials) -> AsyncIterator[str]:
 async def found_at(address: str, credentials: Credentials) -> dict[str, str]:
     """What the doctor finds that is not well."""
     found = await doctor.run_checks(doctor.CheckTargets(credentials, [(Role.COORDINATOR, address)]))
-    return {each.subject: each.text for each in found if each.state != "well" and each.subject != "revoked"}
+    return {each.subject: each.text for each in found if each.state != "ok" and each.subject != "revoked"}
 
 
 # ---- what works ----------------------------------------------------------------------------------------------
@@ -228,8 +228,8 @@ async def test_an_identity_that_would_not_work_is_refused_with_what_to_do(tmp_pa
     with pytest.raises(FailedPrecondition, match=words) as refused:
         await Coordinator(CoordinatorConfig(credentials=Credentials(folder))).start()
     assert "\n" not in str(refused.value)
-    (found,) = doctor._identity(Credentials(folder))
-    assert (found.state, found.text) == ("wrong", str(refused.value))
+    (found,) = doctor._check_identity(Credentials(folder))
+    assert (found.state, found.text) == ("error", str(refused.value))
 
 
 # ---- what others are told ------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_a_root_of_the_same_name_is_told_from_none() -> None:
 async def test_who_lacks_what_stands_between_is_told_by_the_doctor(tmp_path: Path) -> None:
     ids = OtherAuthority(tmp_path, 2)
     lacking_between(ids.at(CALLS))
-    found = {each.subject: (each.state, each.text) for each in doctor._identity(ids.of(CALLS))}
+    found = {each.subject: (each.state, each.text) for each in doctor._check_identity(ids.of(CALLS))}
     assert found["chain"][0] == "warning" and "are those between missing" in found["chain"][1]
 
 

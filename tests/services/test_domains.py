@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic import ValidationError
 from rich.console import Console
 
-from sottovoce_client.pki import _list_of
+from sottovoce_client.pki import _build_revocation_list
 from sottovoce_client.transcripts.verify import verify
 from sottovoce_core.errors import FailedPrecondition, PermissionDenied, Unavailable
 from sottovoce_core.runs.policy import Policy
@@ -304,7 +304,7 @@ def test_an_authority_revokes_in_its_own_domain_alone(ids: Federation) -> None:
     """Though another one has its name."""
     own, other = (Signer.of("an authority") for _ in range(2))
     assert isinstance(other.key, ec.EllipticCurvePrivateKey)
-    listed = _list_of([7], other.certificate.subject, other.key)
+    listed = _build_revocation_list([7], other.certificate.subject, other.key)
     revoked = parse_revocations(listed, {DOMAIN: [own.certificate], EAST: [other.certificate]})
     assert [(domain, {serial for _, serial in found}) for domain, found in revoked.items()] == [
         (DOMAIN, set()),

@@ -1,1 +1,1 @@
-"""A learner's model, for its owner: predictions of it, and the model itself as a file."""
+"""Predictions and export of a learner's model, for its owner."""

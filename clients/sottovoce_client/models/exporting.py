@@ -1,8 +1,8 @@
-"""`sottovoce models export`: a linear model as a file, with all that predictions from raw records need.
+"""`sottovoce models export`: a linear model as a file, with everything that predictions from raw records need.
 
-Of a record's features x, by `about` and the arrays beside it::
+Scores follow from a record's features x, the `metadata` and the arrays of the file::
 
-    r = (x - shift) / width,  then 1 where there is an intercept
+    r = (x - shift) / width, with 1 appended if there is an intercept
     score = r . (weights, intercept) * feature_bound / max(||r||, feature_bound)
 """
 
@@ -36,21 +36,21 @@ from sottovoce_rpc.specs import compute_plan_hash
 _FORMAT = "sottovoce-model-1"
 OUTPUT_SUFFIXES = (".npz", ".onnx")
 _MODELS = ("models.parquet", "decisions.parquet")
-"""What of a simulation has the final models."""
+"""Result files of a simulation with the final models."""
 _OPSET, _IR = 17, 8
-"""What runtimes of the last years read."""
+"""ONNX versions, chosen for compatibility with runtimes since 2022."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """A linear model that may leave its owner.
+    """A linear model, for export.
 
     Attributes:
-        learner, run_id: whose it is; the latter empty where it is of a simulation.
-        rounds_done: that it has learned from.
-        inputs: what a record is.
-        theta: `(features,)` or `(classes, features)`, the intercept last.
-        publication: what handing it out costs.
+        learner, run_id: Its learner and run; the run id is empty for a simulation.
+        rounds_done: Number of rounds that it has learned from.
+        inputs: Input format of records.
+        theta: Parameters, `(features,)` or `(classes, features)`, the intercept last.
+        publication: Privacy cost of publishing it.
     """
 
     learner: str
@@ -62,7 +62,7 @@ class Model:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What stands beside the numbers; an epsilon of null is infinite."""
+        """Metadata of the file; an epsilon of null is infinite."""
         spec, finite = self.inputs.spec, math.isfinite(self.publication.epsilon)
         return {
             "format": _FORMAT,
@@ -73,7 +73,7 @@ class Model:
             "algorithm": spec.algorithm.name,
             "spec_sha256": compute_plan_hash(spec, self.inputs.n_features).hex(),
             "privacy": {
-                "covered_by": self.publication.coverage.value,
+                "protected_by": self.publication.coverage.value,
                 "epsilon": self.publication.epsilon if finite else None,
                 "text": self.publication.text,
             },
@@ -87,7 +87,7 @@ class Model:
         }
 
     def _label(self) -> dict[str, Any]:
-        """The meaning of scores: classes by index, or how a number in the records' unit follows."""
+        """Describe the meaning of scores: classes by index, or the conversion to a number in the unit of the records."""
         if self.inputs.classes is not None:
             rule = (
                 "1 where the score is above 0"
@@ -99,26 +99,26 @@ class Model:
         return {"classes": None, "rule": "low + (score + 1) (high - low) / 2", "low": low, "high": high}
 
     def _bounds(self) -> tuple[float, float]:
-        """Of numbers that a schema scales onto [-1, 1]; these, where nothing does."""
+        """Return the label bounds that a schema scales to [-1, 1]; [-1, 1] without a schema."""
         schema = self.inputs.spec.data.schema
         label = None if schema is None else schema.label
         return label.bounds if isinstance(label, NumberLabel) else (-1.0, 1.0)
 
     @property
     def arrays(self) -> dict[str, FloatArray]:
-        """`weights`, `intercept`, `shift` and `width`."""
-        ready, features = self.inputs.preparation, self.inputs.n_features - self.inputs.preparation.intercept
+        """Arrays of the file: `weights`, `intercept`, `shift` and `width`."""
+        transform, features = self.inputs.preparation, self.inputs.n_features - self.inputs.preparation.intercept
         zero = np.zeros(self.theta.shape[:-1])
         return {
             "weights": self.theta[..., :features],
-            "intercept": self.theta[..., -1] if ready.intercept else zero,
-            "shift": np.zeros(features) if ready.shift is None else ready.shift,
-            "width": np.ones(features) if ready.width is None else ready.width,
+            "intercept": self.theta[..., -1] if transform.intercept else zero,
+            "shift": np.zeros(features) if transform.shift is None else transform.shift,
+            "width": np.ones(features) if transform.width is None else transform.width,
         }
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """What it is, for people."""
+        """Summary of the model, for display."""
         own = self.publication
         epsilon = f"epsilon {own.epsilon:.4g}" if math.isfinite(own.epsilon) else "no epsilon"
         facts = {
@@ -126,37 +126,37 @@ class Model:
             "algorithm": self.inputs.spec.algorithm.name,
         }
         if self.inputs.preparation.shift is not None:
-            facts["scaled by"] = "constants of held-out records, which nothing protects"
-        return facts | {"covered": f"{'yes' if own.is_protected else 'NO'}, {epsilon}: {own.text}"}
+            facts["scaled by"] = "constants of held-out records, which are not protected"
+        return facts | {"protected": f"{'yes' if own.is_protected else 'NO'}, {epsilon}: {own.text}"}
 
     def require_protected(self) -> None:
-        """Raises `SpecError` where no promise covers the model, which then may leave only if somebody says so."""
+        """Raise `SpecError` if no guarantee covers a publication of the model."""
         if not self.publication.is_protected:
             raise SpecError(
-                f"a model that leaves its owner is a publication, and this one is not protected: {self.publication.text}; "
-                "--unprotected writes it all the same"
+                f"an exported model is a publication, and this one is not protected: {self.publication.text}; to export it "
+                "nevertheless, give --unprotected"
             )
 
     def write(self, out: Path) -> None:
-        """To a new file, by its suffix."""
-        about, arrays = json.dumps(self.metadata), dict[str, Any](self.arrays)
+        """Write the model to a new file, in the format of its suffix."""
+        metadata, arrays = json.dumps(self.metadata), dict[str, Any](self.arrays)
         with create_file(out) as file:
             if out.suffix.lower() == ".npz":
-                np.savez(file, about=np.array(about), **arrays)
+                np.savez(file, metadata=np.array(metadata), **arrays)
             else:
-                file.write(_onnx(self, about))
+                file.write(_to_onnx(self, metadata))
 
 
 async def fetch_learner_model(endpoint: LearnerEndpoint, local_spec: RunSpec | None, *, imports: bool = False) -> Model:
-    """The model in use at a learner; its owner may ask.
+    """Fetch the current model of a learner; only its owner is authorised.
 
     Args:
-        at: where it is, and who asks.
-        own: the run's spec, whose data are here; None: it is not known.
-        imports: whether the spec that the learner tells may name code to import.
+        endpoint: Address of the learner, and credentials of the caller.
+        local_spec: Spec of the run with paths to local data; None: not available.
+        imports: Allow the learner's spec to name code to import.
 
     Raises:
-        SottovoceError: it does not answer, or not to this caller; its model is not linear; or constants are not known.
+        SottovoceError: The learner does not answer or rejects the caller, its model is not linear, or constants are unknown.
     """
     async with connect_as_owner(endpoint, imports=imports) as owner:
         require_linear(owner.spec)
@@ -166,22 +166,22 @@ async def fetch_learner_model(endpoint: LearnerEndpoint, local_spec: RunSpec | N
 
 
 def load_simulated_model(folder: Path, learner: str | None, replica: int = 0) -> Model:
-    """The final model of a simulated run.
+    """Load the final model of a simulated run.
 
     Args:
-        folder: that `sottovoce simulate` wrote.
-        learner: whose; None: of the first one.
-        replica: of which repetition.
+        folder: Output folder of `sottovoce simulate`.
+        learner: Name of the learner; None: the first one.
+        replica: Index of the repetition.
 
     Raises:
-        SpecError: there is no such learner or repetition, or its model is not linear.
-        DataError: the folder has no models, or its records cannot be read.
+        SpecError: There is no such learner or repetition, or its model is not linear.
+        DataError: The folder has no models, or its records cannot be read.
     """
     path = next((file for name in _MODELS if (file := folder / name).is_file()), None)
     if path is None:
         raise DataError(
-            f"{folder} must have models.parquet or decisions.parquet, which `sottovoce simulate --write models` or decisions "
-            "writes; a learner is asked by its address"
+            f"{folder} must have models.parquet or decisions.parquet: run `sottovoce simulate --write models` or --write "
+            "decisions; for a running learner give its address"
         )
     spec = load_spec(folder / "spec.yaml")
     require_linear(spec)
@@ -192,7 +192,7 @@ def load_simulated_model(folder: Path, learner: str | None, replica: int = 0) ->
     wanted = [("round", "=", spec.rounds), ("sender", "=", index), ("replica", "=", replica)]
     rows = import_parquet().read_table(path, columns=["value"], filters=wanted).column("value").to_pylist()
     if not rows:
-        raise SpecError(f"--replica must be one that was simulated, got {replica}")
+        raise SpecError(f"--replica must be a simulated repetition, got {replica}")
     features = prepared.data.n_features
     theta = np.asarray(rows[0], dtype=np.float64).reshape(*((-1, features) if len(rows[0]) > features else (features,)))
     cost = assess_publication(prepared.run, index, spec.rounds, has_private_noise=False)
@@ -200,23 +200,23 @@ def load_simulated_model(folder: Path, learner: str | None, replica: int = 0) ->
 
 
 def require_writable(out: Path) -> None:
-    """Raises `SpecError` for a file of a format that is not written."""
+    """Raise `SpecError` if the suffix of an output file names no supported format."""
     if out.suffix.lower() not in OUTPUT_SUFFIXES:
         raise SpecError(f"--out must be a {' or '.join(OUTPUT_SUFFIXES)} file, got {out}")
     if out.suffix.lower() == ".onnx":
         import_optional("onnx", "onnx", "a .onnx file", "onnx")
 
 
-def _onnx(model: Model, about: str) -> bytes:
-    """A graph from `features (records, features)` to `scores`, and to `classes` and `probabilities` or `values`; all float64."""
+def _to_onnx(model: Model, metadata: str) -> bytes:
+    """Build the ONNX graph: `features (records, features)` to `scores`, `classes` and `probabilities` or `values`; float64."""
     onnx = import_optional("onnx", "onnx", "a .onnx file", "onnx")
     node, value, double = onnx.helper.make_node, onnx.helper.make_tensor_value_info, onnx.TensorProto.DOUBLE
     numbers, spec = model.arrays, model.inputs.spec
-    several = numbers["weights"].ndim == 2
+    is_multiclass = numbers["weights"].ndim == 2
     constants: dict[str, Any] = {
         "shift": numbers["shift"],
         "width": numbers["width"],
-        "weights": numbers["weights"].T if several else numbers["weights"][:, None],
+        "weights": numbers["weights"].T if is_multiclass else numbers["weights"][:, None],
         "offset": np.atleast_1d(numbers["intercept"]),
         "bound": np.array([spec.loss.feature_bound]),
         "ones": np.array([float(spec.data.intercept)]),
@@ -234,16 +234,18 @@ def _onnx(model: Model, about: str) -> bytes:
         node("MatMul", ["rows", "weights"], ["products"]),
         node("Add", ["products", "offset"], ["unbounded"]),
         node("Mul", ["unbounded", "factors"], ["columns"]),
-        node("Identity", ["columns"], ["scores"]) if several else node("Squeeze", ["columns", "axis"], ["scores"]),
+        node("Identity", ["columns"], ["scores"])
+        if is_multiclass
+        else node("Squeeze", ["columns", "axis"], ["scores"]),
     ]
-    many = ["records", int(constants["weights"].shape[1])]
-    outputs = [value("scores", double, many if several else ["records"])]
-    if several:
+    shape = ["records", int(constants["weights"].shape[1])]
+    outputs = [value("scores", double, shape if is_multiclass else ["records"])]
+    if is_multiclass:
         nodes += [
             node("ArgMax", ["scores"], ["classes"], axis=1, keepdims=0),
             node("Softmax", ["scores"], ["probabilities"], axis=1),
         ]
-        outputs.append(value("probabilities", double, many))
+        outputs.append(value("probabilities", double, shape))
     elif model.inputs.classes is not None:
         constants["zero"] = np.zeros(1)
         nodes += [
@@ -261,16 +263,16 @@ def _onnx(model: Model, about: str) -> bytes:
     if model.inputs.classes is not None:
         outputs.append(value("classes", onnx.TensorProto.INT64, ["records"]))
     initial = [onnx.numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in constants.items()]
-    given = [value("features", double, ["records", len(numbers["shift"])])]
-    graph = onnx.helper.make_graph(nodes, "sottovoce", given, outputs, initial)
-    made = onnx.helper.make_model(
+    inputs = [value("features", double, ["records", len(numbers["shift"])])]
+    graph = onnx.helper.make_graph(nodes, "sottovoce", inputs, outputs, initial)
+    onnx_model = onnx.helper.make_model(
         graph,
         producer_name="sottovoce",
         producer_version=version("sottovoce"),
         opset_imports=[onnx.helper.make_opsetid("", _OPSET)],
         ir_version=_IR,
     )
-    onnx.helper.set_model_props(made, {"about": about})
-    onnx.checker.check_model(made)
-    text: bytes = made.SerializeToString()
-    return text
+    onnx.helper.set_model_props(onnx_model, {"metadata": metadata})
+    onnx.checker.check_model(onnx_model)
+    content: bytes = onnx_model.SerializeToString()
+    return content

@@ -1,4 +1,4 @@
-"""Records without labels, as a run reads them; and what its classes are called."""
+"""Input format of a run's model: how unlabelled records become rows, and the names of the classes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ LabelValue = str | float
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputFormat:
-    """What a record is in a run, without its label. `InputFormat.of` makes one.
+    """Input format of a run's model, created by `InputFormat.from_spec`.
 
     Attributes:
-        spec: of the run.
-        n_features: of a row, with the intercept.
-        columns: names of the features before the intercept; None: they are told apart by place.
-        preparation: from features to rows.
-        classes: what the loss's classes 0, 1, ... are called; None: labels are numbers.
+        spec: Spec of the run.
+        n_features: Number of features of a row, including the intercept.
+        columns: Names of the features without the intercept; None: they are identified by position.
+        preparation: Transform from features to rows.
+        classes: Names of the loss's classes 0, 1, ...; None: labels are numbers.
     """
 
     spec: RunSpec
@@ -44,17 +44,17 @@ class InputFormat:
     def from_spec(
         cls, spec: RunSpec, n_features: int, local_spec: RunSpec | None = None, folders: Sequence[Path] = ()
     ) -> InputFormat:
-        """For a run.
+        """Derive the input format of a run.
 
         Args:
-            spec: of the run, whose paths may lead to files of another machine.
-            n_features: of a row.
-            own: the same spec, whose paths lead to files that are here; None: it is not known.
-            folders: where data sets that have a name are.
+            spec: Spec of the run; its paths may be of another machine.
+            n_features: Number of features of a row.
+            local_spec: The same spec with local paths; None: not available.
+            folders: Folders of named data sets.
 
         Raises:
-            SpecError: `own` says something else of the records; or constants are read off records that are not here.
-            DataError: the records of the run cannot be read.
+            SpecError: `local_spec` reads records differently, or scaling constants depend on records that are not available.
+            DataError: The records of the run cannot be read.
         """
         data, loss = spec.data, spec.loss
         if local_spec is not None:
@@ -69,32 +69,32 @@ class InputFormat:
                 FeatureTransform(data.intercept),
                 LiveRecordEncoder(data, loss, encoder).class_names,
             )
-        here = data if data.source in CATALOGUE else None if local_spec is None else local_spec.data
-        if here is not None:
-            table = read_source(here, folders)
+        local = data if data.source in CATALOGUE else None if local_spec is None else local_spec.data
+        if local is not None:
+            table = read_source(local, folders)
             labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
-            ready = fit_feature_transform(here, load_dataset(here, loss, folders=folders))
-            return cls(spec, n_features, table.columns, ready, _called(labels, loss, data.positive))
+            transform = fit_feature_transform(local, load_dataset(local, loss, folders=folders))
+            return cls(spec, n_features, table.columns, transform, _name_classes(labels, loss, data.positive))
         if data.scale != "none":
             raise SpecError(
-                f"records of this run are scaled by constants of those held out of {data.source}: give the run's spec "
-                "with --spec, where that file is"
+                f"records of this run are scaled by constants of the held-out records of {data.source}: give the run's spec "
+                "with --spec on a machine that has that file"
             )
         numbers = None if loss.n_classes is None else tuple(range(loss.n_classes))
         return cls(spec, n_features, None, FeatureTransform(data.intercept), numbers)
 
     def read_rows(self, path: Path) -> FloatArray:
-        """The records of a file, as rows of the run.
+        """Read the records of a file as rows of the run.
 
         Raises:
-            SpecError: there is no such file, or it is of another format.
-            DataError: it is unreadable, or its records are not those of the run.
+            SpecError: There is no such file, or its format is not supported.
+            DataError: It is unreadable, or its records do not fit the run.
         """
         require_source_file(path)
-        features, want = self._features(path), self.n_features - self.preparation.intercept
-        if features.shape[1] != want:
+        features, expected = self._features(path), self.n_features - self.preparation.intercept
+        if features.shape[1] != expected:
             raise DataError(
-                f"{path}: a record of this run has {want} features, got {features.shape[1]} (a column label or y is none)"
+                f"{path}: a record must have {expected} features, got {features.shape[1]} (a column label or y is no feature)"
             )
         return self.preparation(features)
 
@@ -106,35 +106,35 @@ class InputFormat:
                 cells, has_labels=False
             )
             if found.refusals:
-                row, why = next(iter(found.refusals.items()))
-                many = f"{len(found.refusals):,} of {len(found.accepted_mask):,} records do not fit the schema"
-                raise DataError(f"{path}: {many}; the first is row {row} (counted from 0), {why}")
+                row, reason = next(iter(found.refusals.items()))
+                count = f"{len(found.refusals):,} of {len(found.accepted_mask):,} records do not fit the schema"
+                raise DataError(f"{path}: {count}; the first is row {row} (counted from 0), {reason}")
             return found.features
         features = read_features(path, self.columns, data.label)
         if not np.isfinite(features).all():
             row = int(np.argwhere(~np.isfinite(features))[0][0])
-            raise DataError(f"{path}: row {row} (counted from 0) must have finite numbers alone")
+            raise DataError(f"{path}: row {row} (counted from 0) must have only finite numbers")
         return features
 
 
 def _require_same(spec: RunSpec, own: RunSpec) -> None:
-    """Raises `SpecError` where two specs make other rows of the same records."""
+    """Raise `SpecError` if two specs make different rows of the same records."""
     same = own.model_copy(update={"data": own.data.model_copy(update={"source": spec.data.source})})
     for section in ("data", "loss"):
         if getattr(same, section) != getattr(spec, section):
-            raise SpecError(
-                f"--spec must be the spec of the learner's run, and its section {section} says something else"
-            )
+            raise SpecError(f"--spec must be the spec of the learner's run, and its section {section} differs")
 
 
-def _called(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None) -> tuple[LabelValue, ...] | None:
-    """Names of the classes; a number where several labels are one class, or none is."""
+def _name_classes(
+    labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None
+) -> tuple[LabelValue, ...] | None:
+    """Return the names of the classes; a class of several labels, or of none, is named by its index."""
     if loss.n_classes is None:
         return None
     mapped, _ = map_labels(labels, loss, positive)
     distinct, first = np.unique(labels, return_index=True)
-    called: list[list[str]] = [[] for _ in range(loss.n_classes)]
+    members: list[list[str]] = [[] for _ in range(loss.n_classes)]
     for text, k in zip(format_labels(distinct), first.tolist(), strict=True):
-        called[int(mapped[k])].append(text)
-    named = [texts[0] if len(texts) == 1 else k for k, texts in enumerate(called)]
-    return tuple(int(name) if str(name).isdigit() else name for name in named)
+        members[int(mapped[k])].append(text)
+    names = [texts[0] if len(texts) == 1 else k for k, texts in enumerate(members)]
+    return tuple(int(name) if str(name).isdigit() else name for name in names)

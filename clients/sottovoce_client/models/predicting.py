@@ -1,6 +1,6 @@
-"""What a learner tells its owner of the run that it is in: its model, what that says of records, and what handing it out costs.
+"""Access of an owner to a learner's model: predictions, parameters, and the privacy cost of publishing them.
 
-`sottovoce predict` asks about the records of a file.
+`sottovoce predict` predicts the labels of the records of a file.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 OUTPUT_SUFFIXES = (".csv", ".parquet")
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_VALUES_PER_CALL = 4_000_000
-"""Of the features in a call: 32 MB."""
+"""Maximum number of feature values in a call: 32 MB."""
 _SOURCE = "predict"
-"""Under which nobody brings records."""
+"""Source name for the intake request; no feeder uses it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Predictions:
-    """What a model says.
+    """Predictions of a model.
 
     Attributes:
         scores: `(records, ...)`.
-        labels: `(records,)`, as the loss makes them of scores.
-        rounds_done: that the model has learned from: at the first record, and at the last.
+        labels: `(records,)`, derived from the scores by the loss.
+        rounds_done: Numbers of rounds that the model had learned from at the first and at the last record.
     """
 
     scores: FloatArray
@@ -58,60 +58,62 @@ class _Predictions:
 
 
 class _Owner:
-    """A learner in a run, as its owner sees it. `connect_as_owner` makes it.
+    """Owner's connection to a learner in a run, created by `connect_as_owner`.
 
     Attributes:
-        run_id, spec, n_features: of the run.
-        status: of the learner, when it was asked first.
+        run_id, spec, n_features: Properties of the run.
+        status: Status of the learner when the connection was made.
     """
 
     def __init__(
         self,
-        at: LearnerEndpoint,
+        endpoint: LearnerEndpoint,
         stub: Any,
-        told: learner_pb2.GetIntakeResponse,
+        intake: learner_pb2.GetIntakeResponse,
         status: LearnerStatus,
         *,
         imports: bool,
     ) -> None:
-        self._at, self._stub = at, stub
-        self.run_id, self.n_features, self.status = told.run_id, told.n_features, status
-        self.spec: RunSpec = spec_from_wire(told.spec, imports=imports)
+        self._endpoint, self._stub = endpoint, stub
+        self.run_id, self.n_features, self.status = intake.run_id, intake.n_features, status
+        self.spec: RunSpec = spec_from_wire(intake.spec, imports=imports)
 
     async def compute_publication(self, rounds: int) -> Publication:
-        """What it costs to hand out the model after so many rounds, or what it says.
+        """Return the privacy cost of releasing the model after this round, or its predictions.
 
         Raises:
-            SottovoceError: the learner is in another run by now, or the spec is none that this version knows.
+            SottovoceError: The learner is in another run by now, or this version cannot read the spec.
         """
-        now = await self._at.fetch_status(self._stub)
+        now = await self._endpoint.fetch_status(self._stub)
         if now.run_id != self.run_id:
             raise FailedPrecondition(
-                f"{now.learner} is in another run by now: {now.run_id or 'none'}, not {self.run_id}"
+                f"{now.learner} must still be in run {self.run_id}, and is in {now.run_id or 'none'}"
             )
         run, index = build_run(self.spec, self.n_features), self.spec.names.index(now.learner)
         return assess_publication(run, index, rounds, now.epsilon_spent, has_private_noise=not now.noise_is_not_private)
 
     async def predict(self, rows: FloatArray) -> _Predictions:
-        """What the model in use says of rows of the run.
+        """Predict rows of the run by the current model.
 
         Raises:
-            FailedPrecondition: the run did not opt in.
-            SottovoceError: it does not answer, or not to this caller.
+            FailedPrecondition: The run's spec does not enable predictions.
+            SottovoceError: The learner does not answer, or rejects the caller.
         """
-        each = max(1, _MAX_VALUES_PER_CALL // self.n_features)
-        parts = [await self._at.predict(self._stub, rows[first : first + each]) for first in range(0, len(rows), each)]
+        size = max(1, _MAX_VALUES_PER_CALL // self.n_features)
+        parts = [
+            await self._endpoint.predict(self._stub, rows[first : first + size]) for first in range(0, len(rows), size)
+        ]
         scores, labels, rounds = zip(*parts, strict=True)
         return _Predictions(np.concatenate(scores), np.concatenate(labels), (rounds[0], rounds[-1]))
 
     async def fetch_weights(self) -> tuple[FloatArray, int]:
-        """The parameters of a linear model, `(features,)` or `(classes, features)`, and the rounds that it has learned from.
+        """Fetch the parameters of a linear model, `(features,)` or `(classes, features)`, and its number of rounds.
 
-        They are its scores of rows that are zero but in one place; a power of two there keeps them as they are.
+        The parameters are the scores of rows with a single nonzero value; a power of two as this value keeps them exact.
 
         Raises:
-            SpecError: the loss's scores are not linear.
-            FailedPrecondition: as `predict`; or the model moved meanwhile.
+            SpecError: The loss's scores are not linear.
+            FailedPrecondition: As `predict`; or the model changed between the calls.
         """
         require_linear(self.spec)
         size = 2.0 ** min(0.0, np.floor(np.log2(self.spec.loss.feature_bound)))
@@ -119,56 +121,56 @@ class _Owner:
         each = max(1, _MAX_VALUES_PER_CALL // n)
         for first in range(0, n, each):
             rows = size * np.eye(min(each, n - first), n, first)
-            scores, _, done = await self._at.predict(self._stub, rows)
+            scores, _, done = await self._endpoint.predict(self._stub, rows)
             found.append(scores / size)
             rounds.add(done)
         if len(rounds) > 1:
             raise FailedPrecondition(
-                "the model moved while it was asked for, part by part: ask again when its run is over"
+                "the model must not change while its parts are fetched, and it did: try again when its run has ended"
             )
         return np.concatenate(found).T.copy(), rounds.pop()
 
 
 def require_linear(spec: RunSpec) -> None:
-    """Raises `SpecError` where a model is more than weights for scores."""
+    """Raise `SpecError` if the loss's scores are not linear in the features."""
     if not isinstance(spec.loss, MarginLoss | SoftmaxLoss):
         raise SpecError(
-            f"a model of the {spec.loss.kind} loss cannot be exported: only those whose scores are linear can, of built-in losses"
+            f"an exported model must have a built-in loss with linear scores, got the {spec.loss.kind} loss"
         )
 
 
 @asynccontextmanager
 async def connect_as_owner(endpoint: LearnerEndpoint, *, imports: bool = False) -> AsyncIterator[_Owner]:
-    """The learner at an address, and the run that it is in.
+    """Connect to a learner that is in a run.
 
     Args:
-        at: where it is, and who asks.
-        imports: whether its spec may name code to import.
+        endpoint: Address of the learner, and credentials of the caller.
+        imports: Allow its spec to name code to import.
 
     Raises:
-        SottovoceError: it does not answer, not to this caller, or is in no run.
+        SottovoceError: The learner does not answer, rejects the caller, or is in no run.
     """
-    async with endpoint.open_channel() as to:
-        stub = learner_pb2_grpc.LearnerStub(to)
-        first = stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=_CONNECT_TIMEOUT_S)
-        told = await endpoint.await_answer(
-            await_answer(first, to, f"the learner at {endpoint.address}", terminal.print_notice)
+    async with endpoint.open_channel() as channel:
+        stub = learner_pb2_grpc.LearnerStub(channel)
+        call = stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=_CONNECT_TIMEOUT_S)
+        answer = await endpoint.await_answer(
+            await_answer(call, channel, f"the learner at {endpoint.address}", terminal.print_notice)
         )
-        status = LearnerStatus.from_wire(told.status)
+        status = LearnerStatus.from_wire(answer.status)
         endpoint.require_name(status)
         yield _Owner(endpoint, stub, await endpoint.fetch_intake(stub, _SOURCE), status, imports=imports)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PredictionResult:
-    """What came of a file.
+    """Predictions for the records of a file.
 
     Attributes:
-        learner, run_id: whose model it is.
-        rounds_done: that it has learned from, at the last record.
-        table: a row for each record: `record` from 0, `label`, `score` or one for each class, and probabilities where the loss
-            gives some.
-        publication: what handing these out costs.
+        learner, run_id: Learner and run of the model.
+        rounds_done: Number of rounds that the model had learned from at the last record.
+        table: A row for each record: `record` from 0, `label`, `score` or one score for each class, and probabilities if the
+            loss has them.
+        publication: Privacy cost of publishing the predictions.
     """
 
     learner: str
@@ -178,7 +180,7 @@ class PredictionResult:
     publication: Publication
 
     def write(self, out: Path | None) -> None:
-        """To a new file, by its suffix; None: to standard output, as CSV."""
+        """Write to a new file, in the format of its suffix; None: to standard output, as CSV."""
         table = self.table
         if out is None:
             writer = csv.writer(sys.stdout, lineterminator="\n")
@@ -195,45 +197,46 @@ class PredictionResult:
 async def predict(
     endpoint: LearnerEndpoint, file: Path, local_spec: RunSpec | None, *, imports: bool = False
 ) -> PredictionResult:
-    """Ask a learner about the records of a file.
+    """Predict the labels of the records of a file by a learner's model.
 
     Args:
-        at: where it is, and who asks.
-        file: of records; labels in it are not looked at.
-        own: the run's spec, whose data are here; None: it is not known.
-        imports: whether the spec that the learner tells may name code to import.
+        endpoint: Address of the learner, and credentials of the caller.
+        file: File of records; its labels are ignored.
+        local_spec: Spec of the run with paths to local data; None: not available.
+        imports: Allow the learner's spec to name code to import.
 
     Raises:
-        SottovoceError: it does not answer, or not to this caller; or the records are not those of the run.
+        SottovoceError: The learner does not answer or rejects the caller, or the records do not fit the run.
     """
     async with connect_as_owner(endpoint, imports=imports) as owner:
         inputs = InputFormat.from_spec(owner.spec, owner.n_features, local_spec, get_data_folders())
-        said = await owner.predict(inputs.read_rows(file))
-        cost = await owner.compute_publication(said.rounds_done[-1])
-        return PredictionResult(owner.status.learner, owner.run_id, said.rounds_done[-1], _table(inputs, said), cost)
+        predictions = await owner.predict(inputs.read_rows(file))
+        rounds = predictions.rounds_done[-1]
+        cost = await owner.compute_publication(rounds)
+        return PredictionResult(owner.status.learner, owner.run_id, rounds, _make_table(inputs, predictions), cost)
 
 
-def _table(inputs: InputFormat, said: _Predictions) -> Table:
-    loss, schema = inputs.spec.loss, inputs.spec.data.schema
-    columns: dict[str, Any] = {"record": np.arange(len(said.scores))}
+def _make_table(inputs: InputFormat, predictions: _Predictions) -> Table:
+    loss, schema, scores = inputs.spec.loss, inputs.spec.data.schema, predictions.scores
+    columns: dict[str, Any] = {"record": np.arange(len(scores))}
     names = inputs.classes
     if names is None:
-        columns["label"] = said.scores if schema is None else schema.label.unscale(said.scores)
+        columns["label"] = scores if schema is None else schema.label.unscale(scores)
         return Table(columns)
     if any(isinstance(name, str) for name in names):
-        names = tuple(map(str, names))  # a column is of one type
-    columns["label"] = np.array([names[int(label)] for label in said.labels])
-    if said.scores.ndim == 1:
-        columns["score"] = said.scores
+        names = tuple(map(str, names))  # a column has one type
+    columns["label"] = np.array([names[int(label)] for label in predictions.labels])
+    if scores.ndim == 1:
+        columns["score"] = scores
     else:
-        columns |= {f"score {names[k]}": said.scores[:, k] for k in range(said.scores.shape[1])}
-    chances = loss.probabilities(said.scores)
-    if chances is not None:
-        columns |= {f"probability {names[k]}": chances[:, k] for k in range(chances.shape[1])}
+        columns |= {f"score {names[k]}": scores[:, k] for k in range(scores.shape[1])}
+    probabilities = loss.probabilities(scores)
+    if probabilities is not None:
+        columns |= {f"probability {names[k]}": probabilities[:, k] for k in range(probabilities.shape[1])}
     return Table(columns)
 
 
 def require_writable(out: Path | None) -> None:
-    """Raises `SpecError` for a file of a format that is not written."""
+    """Raise `SpecError` if the suffix of an output file names no supported format."""
     if out is not None and out.suffix.lower() not in OUTPUT_SUFFIXES:
         raise SpecError(f"--out must be a {' or '.join(OUTPUT_SUFFIXES)} file, got {out}")

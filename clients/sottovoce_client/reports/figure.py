@@ -1,4 +1,4 @@
-"""Figures: values that a page shows and an export writes. Matplotlib draws both."""
+"""Figures of pages and of exported files, drawn by Matplotlib."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from sottovoce_core.optional import import_optional
 from sottovoce_core.table import Table
 
 _MAX_TABLE_ROWS = 12
-"""Of the numbers below a plot."""
+"""Maximum number of rows in the table of numbers below a figure."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Figure:
-    """A picture on a page; false, and not shown, where there is nothing to draw.
+    """A figure of a page; without marks it is false and not shown.
 
     Attributes:
-        name: no other figure or table of the page has it; `plot-NAME` is its id there.
-        title: what it shows.
-        marks: what is drawn, the lowest first.
-        views: ways to look at it; the first is shown until another one is chosen.
-        height: of the plot, in pixels.
-        numbers: what stands below it for those who do not see it; None: the curves' values.
-        label: what is seen, in words; empty: the axes, and where curves end.
+        name: Unique name among the elements of the page; its HTML id is `plot-NAME`.
+        title: Caption.
+        marks: Drawn elements, from the bottom layer to the top.
+        views: Selectable views; the first is shown initially.
+        height: Height of the plot, in pixels.
+        numbers: Table below the figure, for readers who do not see it; None: the values of the curves.
+        label: Description for screen readers; empty: the axes, and the last values of the curves.
     """
 
     name: str
@@ -52,35 +52,35 @@ class Figure:
         return bool(self.marks)
 
     def __html__(self) -> str:
-        """A piece of a page."""
+        """Render the figure as HTML."""
         if not self:
             return ""
-        with _look(**{"svg.fonttype": "none", "savefig.transparent": True}):
-            canvas = _drawn(self, _PAGE_WIDTH)
+        with _apply_style(**{"svg.fonttype": "none", "savefig.transparent": True}):
+            canvas = _draw_figure(self, _PAGE_WIDTH)
             views = [(view.name, _inline(self, view, k, canvas)) for k, view in enumerate(self.views)]
         return render("figure.html.j2", figure=self, views=views, numbers=self.numbers or _numbers(self))
 
     def write(self, path: Path) -> None:
-        """Write the first view as a file; the suffix tells the format. The same figure gives the same bytes.
+        """Write the first view to a file, in the format of its suffix. The same figure gives the same bytes.
 
         Raises:
             SpecError: Matplotlib is not installed.
         """
         form = path.suffix[1:]
         undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-        with write_atomically(path) as draft, _look():
-            canvas = _drawn(self)
-            _look_at(canvas, self, self.views[0])
+        with write_atomically(path) as draft, _apply_style():
+            canvas = _draw_figure(self)
+            _apply_view(canvas, self, self.views[0])
             canvas.savefig(draft, format=form, dpi=_DPI, metadata=undated.get(form))
 
     def describe(self, view: PlotView) -> str:
-        """What is seen, for those who do not."""
+        """Describe a view for screen readers."""
         if self.label:
             return f"{self.title}: {self.label}"
         last = [(each.name, _last(each.y)) for each in _curves(self.marks) if each.name]
-        told = [f"{name} ends at {view.y.format_value(value)}" for name, value in last if value is not None]
+        ends = [f"{name} ends at {view.y.format_value(value)}" for name, value in last if value is not None]
         axes = f"across {view.x.title}, up {view.y.title}" if view.y.title else f"across {view.x.title}"
-        return ". ".join([f"{self.title}: {axes}", *([", ".join(told)] if told and len(told) <= len(PALETTE) else [])])
+        return ". ".join([f"{self.title}: {axes}", *([", ".join(ends)] if ends and len(ends) <= len(PALETTE) else [])])
 
 
 def _curves(marks: Sequence[PlotMark]) -> list[PlotMark]:
@@ -96,14 +96,14 @@ def _last(values: FloatArray) -> float | None:
 
 
 def _numbers(figure: Figure) -> PageTable:
-    """The values of what has a name, at a few places across: a row for a place, or for a curve where these are many."""
+    """Tabulate the named marks at a few x values: a row for each x value, or for each curve if there are many curves."""
     view = figure.views[0]
     named = [each for each in figure.marks if each.name and each.kind in ("line", "dots", "bars") and len(each.x)]
     curves = [each for each in named if not each.is_reference] or named
     x = np.unique(np.concatenate([each.x for each in curves])) if curves else np.zeros(0)
     few = len(named) <= len(PALETTE)
     x = x[select_evenly(len(x), 50 if any(each.kind == "bars" for each in named) else _MAX_TABLE_ROWS if few else 5)]
-    values = [_at(each, x) for each in named]
+    values = [_interpolate(each, x) for each in named]
     heads = [view.x.format_value(float(each)) for each in x]
     name, title = f"numbers-{figure.name}", figure.title
     if few:
@@ -116,36 +116,36 @@ def _numbers(figure: Figure) -> PageTable:
     )
 
 
-def _at(each: PlotMark, x: FloatArray) -> FloatArray:
-    """What is drawn there; not a number where nothing is."""
+def _interpolate(each: PlotMark, x: FloatArray) -> FloatArray:
+    """Return the drawn values at x; NaN outside the mark."""
     if each.kind == "line" and not each.step and len(each.x) > 1 and (np.diff(each.x) > 0).all():
         return np.interp(x, each.x, each.y, math.nan, math.nan)
     order = np.argsort(each.x, kind="stable")
-    place = np.searchsorted(each.x[order], x, side="right") - 1
-    found = each.y[order][np.maximum(place, 0)]
-    outside = (place < 0) | ((each.x[order][np.maximum(place, 0)] != x) & (each.kind != "line"))
+    index = np.searchsorted(each.x[order], x, side="right") - 1
+    found = each.y[order][np.maximum(index, 0)]
+    outside = (index < 0) | ((each.x[order][np.maximum(index, 0)] != x) & (each.kind != "line"))
     return np.where(outside, math.nan, found)
 
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------
 
 _WIDTH, _PAGE_WIDTH, _INCH = 480, 560, 96
-"""Of a figure for papers (a column and a half of most), of one on a page, which stretches it, and an inch, in pixels."""
+"""Width in pixels of a figure for papers (1.5 columns of most journals) and on a page, which scales it; pixels per inch."""
 _POINT = 72 / _INCH
-"""A pixel, in points."""
-_LETTERS, _SIGN, _ROW = 80, 14, 17
-"""Of a row of the legend: how many there is room for, how many a line's sign is as wide as, and how high it is."""
+"""Points per pixel."""
+_LEGEND_CHARS, _LEGEND_SIGN_CHARS, _LEGEND_ROW_PX = 80, 14, 17
+"""Characters that fit into a row of the legend, width of a line's sign in characters, and height of a row in pixels."""
 _DPI = 200
 _MAX_MARKED_POINTS = 10
-"""A curve of so many points, or fewer, shows them."""
+"""Maximum number of points of a curve whose points are marked."""
 _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 _SHAPES = {"circle": "o", "diamond": "D", "cross": "x"}
 _STEPS = {"": "default", "after": "steps-post", "middle": "steps-mid"}
 _MAX_DRAWABLE_VALUE = 1e100
-"""What lies beyond cannot be drawn, and is a gap."""
+"""Absolute value from which on numbers cannot be drawn and become gaps."""
 _SOFT, _LINE, _RULE, _INK, _PAPER = (COLOURS[name][0] for name in ("soft", "line", "rule", "ink", "paper"))
 _VARIABLES = {light: f"var(--{name})" for name, (light, _) in COLOURS.items()}
-_LOOK = {
+_STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -159,39 +159,39 @@ _LOOK = {
     "ytick.color": _RULE,
     "ytick.labelcolor": _SOFT,
     "text.color": _INK,
-    "text.parse_math": False,  # names are text, whatever they hold
+    "text.parse_math": False,  # names are plain text
     "font.size": 9,
     "pdf.fonttype": 42,  # TrueType: journals refuse Matplotlib's own Type 3
-    "svg.fonttype": "path",  # text as outlines looks alike where the font is missing
-    "svg.hashsalt": "sottovoce",  # ids by content: the same figure, the same file
+    "svg.fonttype": "path",  # text as outlines, which does not depend on installed fonts
+    "svg.hashsalt": "sottovoce",  # reproducible ids: the same figure gives the same file
 }
 
 
 _MARKED = re.compile(r'<g id="mark_(\d+)">')
 _GROUP, _REFERENCE = re.compile(r' id="[^"]*_\d+"'), re.compile(r'( id="|href="#|url\(#)')
-_COLOUR, _PLACE = re.compile(r"#[0-9a-f]{6}\b"), re.compile(r' (?:d|x|y)="[^"]*"')
+_COLOUR, _COORDINATES = re.compile(r"#[0-9a-f]{6}\b"), re.compile(r' (?:d|x|y)="[^"]*"')
 _DIGITS = re.compile(r"(?<=\.\d)\d+|\s*\n|(?<=[ML]) ")
-"""Parts of tags in a drawing: marks, ids of groups, ids and references to them, colours, places, and digits that nobody sees."""
+"""Patterns in SVG tags: marks, ids of groups, ids and references to them, colours, coordinates, and invisible digits."""
 
 
 def _matplotlib(part: str = "") -> Any:
     return import_optional(f"matplotlib{part}", "Matplotlib", "a figure")
 
 
-def _look(**more: Any) -> Any:
-    return _matplotlib().rc_context({**_LOOK, **more})
+def _apply_style(**more: Any) -> Any:
+    return _matplotlib().rc_context({**_STYLE, **more})
 
 
 def _inline(figure: Figure, view: PlotView, k: int, canvas: Any) -> str:
-    """Draw a view as a piece of a page: colours are the page's own, and a mark shows its name under the pointer."""
+    """Draw a view as inline SVG with the page's colour variables; a mark shows its name under the pointer."""
     buffer = io.StringIO()
-    _look_at(canvas, figure, view)
+    _apply_view(canvas, figure, view)
     canvas.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     width, height = (72 * side for side in canvas.get_size_inches())
-    drawing = buffer.getvalue().partition("</defs>")[2]  # after a style that would be that of the whole page
+    drawing = buffer.getvalue().partition("</defs>")[2]  # the style before it would apply to the whole page
 
     def inline(found: re.Match[str]) -> str:
-        """A tag, of which text is no part: names stay as they are."""
+        """Rewrite a tag; text between tags, such as names, is not changed."""
         tag = found[0]
         if marked := _MARKED.fullmatch(tag):
             return f"<g><title>{html.escape(figure.marks[int(marked[1])].name)}</title>"
@@ -199,20 +199,21 @@ def _inline(figure: Figure, view: PlotView, k: int, canvas: Any) -> str:
             tag = _GROUP.sub("", tag)  # nothing refers to them
             tag = _REFERENCE.sub(rf"\g<1>{figure.name}-{k}-", tag)
             tag = _COLOUR.sub(lambda colour: _VARIABLES.get(colour[0], colour[0]), tag)
-        return _PLACE.sub(lambda place: _DIGITS.sub("", place[0]), tag)
+        return _COORDINATES.sub(lambda coordinates: _DIGITS.sub("", coordinates[0]), tag)
 
     drawing = re.sub(r"(?<=>)\s+(?=<)", "", re.sub(r"<[^/>][^>]*>", inline, drawing))
     label = html.escape(figure.describe(view))
     return f'<svg class="drawn" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}">{drawing}'
 
 
-def _drawn(figure: Figure, width: int = _WIDTH) -> Any:
-    """Draw the marks, once for all views; the legend lies below the axes, nowhere over the curves."""
-    listed = [] if _bare(figure.views[0]) else _listed(figure.marks)
-    across = max(1, min(len(listed), _LETTERS // (max((len(each.name) for each in listed), default=0) + _SIGN)))
+def _draw_figure(figure: Figure, width: int = _WIDTH) -> Any:
+    """Draw the marks, once for all views; the legend is below the axes, so that it covers no curve."""
+    listed = [] if _has_no_axes(figure.views[0]) else _select_legend_marks(figure.marks)
+    longest = max((len(each.name) for each in listed), default=0)
+    across = max(1, min(len(listed), _LEGEND_CHARS // (longest + _LEGEND_SIGN_CHARS)))
     named = sum(bool(each.name) for each in figure.marks)
     rows = math.ceil(len(listed) / across) if named > 1 else 0
-    height = figure.height + (8 + _ROW * rows if rows else 0)
+    height = figure.height + (8 + _LEGEND_ROW_PX * rows if rows else 0)
     canvas = _matplotlib(".figure").Figure(
         (width / _INCH, height / _INCH)
     )  # without pyplot: no window, no global state
@@ -221,62 +222,62 @@ def _drawn(figure: Figure, width: int = _WIDTH) -> Any:
     if rows:
         # Matplotlib leaves out names that begin with an underscore.
         names = [f"\u200b{mark.name}" if mark.name.startswith("_") else mark.name for mark in listed]
-        shown = [signs[id(mark)] for mark in listed]
-        # A page enlarges text where a figure is narrow: columns leave room for that.
+        handles = [signs[id(mark)] for mark in listed]
+        # A page enlarges text where a figure is narrow: columns have space for that.
         spacing = 2.0 + 0.16 * max(map(len, names))
-        look = {"frameon": False, "fontsize": 8, "handlelength": 3, "columnspacing": spacing}
-        canvas.legend(shown, names, loc="lower center", ncols=across, **look)
+        style = {"frameon": False, "fontsize": 8, "handlelength": 3, "columnspacing": spacing}
+        canvas.legend(handles, names, loc="lower center", ncols=across, **style)
     return canvas
 
 
-def _bare(view: PlotView) -> bool:
+def _has_no_axes(view: PlotView) -> bool:
     return not (view.x.title or view.y.title)
 
 
-def _look_at(canvas: Any, figure: Figure, view: PlotView) -> None:
-    """Set the axes of what is drawn, and leave room for them: Matplotlib's own layouts draw everything twice."""
+def _apply_view(canvas: Any, figure: Figure, view: PlotView) -> None:
+    """Set the axes of a view and the margins around them: Matplotlib's own layouts draw everything twice."""
     (axes,) = canvas.axes
     sides = [(each.y, each.low) for each in figure.marks if each.kind != "upright"]
     _set_axis(axes, "x", view.x, [each.x for each in figure.marks])
     _set_axis(axes, "y", view.y, [side for pair in sides for side in pair if side is not None])
-    if _bare(view):
+    if _has_no_axes(view):
         axes.set_axis_off()
         return
     width, height = _INCH * canvas.get_size_inches()
     widest = max(map(len, axes.yaxis.get_major_formatter().format_ticks(axes.get_yticks())), default=1)
     left, right, top, bottom = 40 + 7 * widest, 14, 8, 42 + height - figure.height
-    within = width - left - right, height - top - bottom
-    axes.set_position((left / width, bottom / height, within[0] / width, within[1] / height))
-    # Where Matplotlib places titles itself, it measures all tick labels first.
-    axes.xaxis.set_label_coords(0.5, -27 / within[1])
-    axes.yaxis.set_label_coords((22 - left) / within[0], 0.5)
+    inner = width - left - right, height - top - bottom
+    axes.set_position((left / width, bottom / height, inner[0] / width, inner[1] / height))
+    # Fixed positions of the labels: Matplotlib's own placement measures all tick labels first.
+    axes.xaxis.set_label_coords(0.5, -27 / inner[1])
+    axes.yaxis.set_label_coords((22 - left) / inner[0], 0.5)
 
 
-def _listed(marks: Sequence[PlotMark]) -> list[PlotMark]:
-    """Marks of the legend: not curves that are many and look alike."""
+def _select_legend_marks(marks: Sequence[PlotMark]) -> list[PlotMark]:
+    """Return the marks of the legend: many curves of one style are left out."""
     curves = _curves(marks)
     alike = len(curves) > len(PALETTE) and len({(each.colour, each.dash) for each in curves}) == 1
     return [each for each in marks if each.name and not (alike and each in curves)]
 
 
 def _draw(axes: Any, mark: PlotMark, k: int) -> Any:
-    """Draw a mark; returns what stands for it in the legend."""
+    """Draw a mark; return its handle for the legend."""
     colour, size, gid = COLOURS[mark.colour][0], mark.width * _POINT, f"mark_{k}" if mark.name else None
-    x, y = _near(mark.x), _near(mark.y)
+    x, y = _mask_undrawable(mark.x), _mask_undrawable(mark.y)
     stroke = {"color": colour, "linestyle": _DASHES[mark.dash], "linewidth": size, "gid": gid}
     if mark.kind == "upright":
         return axes.axvline(x[0], **stroke)
     if mark.kind == "image":
         return axes.imshow(mark.image, extent=(x[0], x[-1], y[-1], y[0]), aspect="auto", interpolation="none")
     if mark.kind == "arrow":
-        look = {"arrowstyle": "-|>", "color": colour, "linewidth": size, "shrinkA": 0, "shrinkB": 8}
-        return axes.annotate("", (x[1], y[1]), (x[0], y[0]), arrowprops=look)
-    if mark.kind == "text":  # beyond the point, as seen from the middle
+        style = {"arrowstyle": "-|>", "color": colour, "linewidth": size, "shrinkA": 0, "shrinkB": 8}
+        return axes.annotate("", (x[1], y[1]), (x[0], y[0]), arrowprops=style)
+    if mark.kind == "text":  # on the outer side of the point
         sides = ("right", "center", "left")[_side(x[0])], ("top", "center", "bottom")[_side(y[0])]
         place = {"xytext": (11 * x[0], 11 * y[0]), "textcoords": "offset points"}
         return axes.annotate(mark.name, (x[0], y[0]), ha=sides[0], va=sides[1], **place)
     if mark.kind == "area":
-        low = _near(mark.low)
+        low = _mask_undrawable(mark.low)
         if size:
             axes.plot(x, np.column_stack([low, y]), color=colour, linewidth=size)
         return axes.fill_between(x, low, y, facecolor=(colour, 0.16), linewidth=0)
@@ -286,16 +287,16 @@ def _draw(axes: Any, mark: PlotMark, k: int) -> Any:
         return axes.fill_between(edges, heights, step="post", facecolor=(colour, 0.5), linewidth=0)
     if mark.kind == "dots":
         pale = COLOURS["paper"][0] if mark.shape == "diamond" else colour
-        look = {"markersize": size if mark.shape == "circle" else 7, "markeredgecolor": pale, "alpha": mark.fill}
-        error = None if mark.low is None else np.abs(_near(mark.low))
-        shown = axes.errorbar(x, y, error, fmt=_SHAPES[mark.shape], color=colour, elinewidth=1, **look)
-        shown[0].set_gid(gid)
-        return shown
+        style = {"markersize": size if mark.shape == "circle" else 7, "markeredgecolor": pale, "alpha": mark.fill}
+        error = None if mark.low is None else np.abs(_mask_undrawable(mark.low))
+        drawn = axes.errorbar(x, y, error, fmt=_SHAPES[mark.shape], color=colour, elinewidth=1, **style)
+        drawn[0].set_gid(gid)
+        return drawn
     point = "o" if len(x) <= _MAX_MARKED_POINTS and not (mark.is_reference or mark.step) else None
     return axes.plot(x, y, drawstyle=_STEPS[mark.step], marker=point, markersize=3.5, **stroke)[0]
 
 
-def _near(values: FloatArray | None) -> FloatArray:
+def _mask_undrawable(values: FloatArray | None) -> FloatArray:
     assert values is not None  # noqa: S101 - an area has two edges
     return np.where(np.abs(values) < _MAX_DRAWABLE_VALUE, values, math.nan)
 
@@ -304,37 +305,37 @@ def _side(at: float) -> int:
     return 1 + (at > 0.3) - (at < -0.3)
 
 
-def _set_axis(axes: Any, which: str, said: Axis, values: Sequence[FloatArray]) -> None:
-    """Set title, scale, ends and ticks; `values` are all that are drawn along it."""
+def _set_axis(axes: Any, which: str, settings: Axis, values: Sequence[FloatArray]) -> None:
+    """Set title, scale, limits and ticks of an axis; `values` are all values drawn along it."""
     known = np.concatenate([*values, np.zeros(0)])
     known = known[np.abs(known) < _MAX_DRAWABLE_VALUE]  # only these are drawn
-    low, high = said.low, said.high
-    getattr(axes, f"set_{which}scale")("linear")  # whatever another view had
+    low, high = settings.low, settings.high
+    getattr(axes, f"set_{which}scale")("linear")  # resets the scale of another view
     axes.autoscale(axis=which)
-    getattr(axes, f"set_{which}label")(said.title)
-    if said.log:
-        if not (known > 0).any():  # Matplotlib warns where it has to find the ends itself
+    getattr(axes, f"set_{which}label")(settings.title)
+    if settings.log:
+        if not (known > 0).any():  # Matplotlib warns if it has to choose the limits
             low, high = low or 1.0, high or 10.0
             getattr(axes, f"set_{which}lim")(low, high)
         getattr(axes, f"set_{which}scale")("log")
-    elif said.zero and low is None and (known >= 0).all():
+    elif settings.zero and low is None and (known >= 0).all():
         low = 0.0
     getattr(axes, f"set_{which}lim")(low, high)
     axis, ticker = getattr(axes, f"{which}axis"), _matplotlib(".ticker")
-    if said.log:
+    if settings.log:
         ends = sorted(axis.get_view_interval())
         axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if ends[1] < 100 * ends[0] else (1,)))
         axis.set_minor_formatter(ticker.NullFormatter())
-    elif said.value_format == "count":
+    elif settings.value_format == "count":
         axis.get_major_locator().set_params(integer=True)
-    if said.value_format == "share":
+    if settings.value_format == "share":
         axis.set_major_formatter(ticker.PercentFormatter(1.0, symbol=" %"))
     else:
         axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _tick(value)))
 
 
 def _tick(value: float) -> str:
-    """`10,000`, or `10⁵`."""
+    """Format a tick label: `10,000`, or `10⁵`."""
     power = math.log10(abs(value)) if value else 0.0
     if abs(power) > 4.5 and abs(power - round(power)) < 1e-9:
         return "10" + str(round(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
@@ -345,14 +346,14 @@ def _tick(value: float) -> str:
 
 FIGURE_FORMATS = ("svg", "pdf", "png")
 _TABLES = {"csv": "csv", "tex": "tex", "latex": "tex"}
-"""Formats of tables, and their suffixes."""
+"""Suffixes of table files by format."""
 
 
 def parse_formats(text: str) -> tuple[str, ...]:
-    """`svg,csv` as formats, before there is anything to write.
+    """Parse a list of formats such as `svg,csv`, before any work starts.
 
     Raises:
-        SpecError: one that there is not, or Matplotlib, which draws figures, is not installed.
+        SpecError: A format is unknown, or Matplotlib, which draws figures, is not installed.
     """
     found = tuple(part.strip().lower() for part in text.split(",") if part.strip())
     known = (*FIGURE_FORMATS, *_TABLES)
@@ -370,14 +371,14 @@ def export(
     figures: Sequence[Figure],
     paper_tables: Mapping[str, Table] | None = None,
 ) -> tuple[Path, ...]:
-    """Write every table and figure in every format that fits it; returns the files.
+    """Write every table and figure in every format that fits it; return the files.
 
     Args:
-        folder: where to.
-        asked: as `parse_formats` gives them.
-        tables: by the name of their files.
-        figures: the figures.
-        short: what stands in a paper for the table of the same name.
+        folder: Output folder.
+        formats: Result of `parse_formats`.
+        tables: Tables by file name.
+        figures: Figures.
+        paper_tables: Shorter versions for papers (LaTeX), by the name of the table that they replace.
 
     Raises:
         SpecError: Matplotlib is not installed.

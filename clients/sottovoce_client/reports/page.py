@@ -1,7 +1,7 @@
-"""Pages: one HTML file each, with everything that it needs inside, to be opened, mailed and archived.
+"""HTML pages: self-contained files, to be opened, mailed and archived.
 
-Python prepares values, figures and tables; the words and the structure are in `templates/`, where every page extends the one
-skeleton `page.html.j2`. Whatever a template shows is escaped, and a name that nothing defines is an error.
+Python prepares values, figures and tables; text and structure are in `templates/`, where every page extends the skeleton
+`page.html.j2`. Templates escape all values, and an undefined name is an error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ COLOURS = {
     "line": ("#e1e6eb", "#2c3742"),
     "paper": ("#ffffff", "#18212a"),
 }
-"""In light and in dark: Okabe and Ito's, which all readers can tell apart, darker where they would be pale on white."""
+"""Colours for the light and the dark scheme: Okabe and Ito's palette, which colour-blind readers can distinguish, darkened
+where a colour would be pale on white."""
 _FILTERS = (
     "format_number",
     "format_p_value",
@@ -52,11 +53,11 @@ _FILTERS = (
     "format_duration",
     "format_rounds_done",
 )
-"""Functions of `formatting` that templates may use."""
+"""Functions of `formatting` that are filters in templates."""
 
 
 def render(template: str, **values: Any) -> str:
-    """A template of `templates/`, filled in.
+    """Render a template of `templates/`.
 
     Raises:
         SpecError: Jinja2 is not installed.
@@ -68,16 +69,16 @@ def render(template: str, **values: Any) -> str:
 @cache
 def _templates() -> Any:
     jinja = import_optional("jinja2", "Jinja2", "a page")
-    made = jinja.Environment(
+    environment = jinja.Environment(
         loader=jinja.PackageLoader("sottovoce_client.reports"),
         autoescape=True,
         undefined=jinja.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {name: getattr(formatting, name) for name in _FILTERS}
-    made.tests["infinite"] = math.isinf
-    return made
+    environment.filters |= {name: getattr(formatting, name) for name in _FILTERS}
+    environment.tests["infinite"] = math.isinf
+    return environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,11 @@ class PageColumn:
     """A column of a table.
 
     Attributes:
-        head: its heading.
-        show: a value as people read it.
-        kind: how it stands: `number` to the right, `text` to the left, `long` to the left, on several lines; `bar`: a share,
-            and a bar of it.
-        group: heading above it and its neighbours of the same group.
+        head: Heading.
+        show: Function that formats a value.
+        kind: Layout: `number` is right-aligned, `text` left-aligned, `long` left-aligned on several lines; `bar` shows a share
+            with a bar.
+        group: Heading above the neighbouring columns of the same group.
     """
 
     head: str
@@ -100,15 +101,15 @@ class PageColumn:
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """A table on a page; false, and not shown, without rows.
+    """A table of a page; without rows it is false and not shown.
 
     Attributes:
-        name: no other figure or table of the page has it.
-        title: what it shows.
-        columns: the first one names a row.
-        rows: of values, as many in each as there are columns.
-        above: cells that show more than was claimed, as row and column.
-        narrow: no wider than it must be.
+        name: Unique name among the elements of the page.
+        title: Caption.
+        columns: Columns; the first names a row.
+        rows: Rows of values, one for each column.
+        exceeding_cells: Cells with a value above the claim, as (row, column).
+        is_narrow: True if the table takes only the width that it needs.
     """
 
     name: str
@@ -123,12 +124,12 @@ class PageTable:
 
     @property
     def groups(self) -> list[tuple[str, int]]:
-        """Headings above the columns' own, and how many columns each spans; none without any."""
+        """Group headings and the number of columns that each spans; empty if no column has a group."""
         spans = [(group, len(list(each))) for group, each in itertools.groupby(c.group for c in self.columns)]
         return spans if any(group for group, _ in spans) else []
 
     def format_rows(self) -> Iterator[list[str]]:
-        """Rows as people read them."""
+        """Yield the rows as formatted text."""
         for row in self.rows:
             yield [column.show(value) for column, value in zip(self.columns, row, strict=True)]
 
@@ -137,11 +138,11 @@ class PageTable:
 
 
 class PageElement(Protocol):
-    """A figure or a table; false, and not shown, where there is nothing to show."""
+    """A figure or a table of a page; an empty one is false and not shown."""
 
     @property
     def name(self) -> str:
-        """No other one of the page has it."""
+        """Unique name among the elements of the page."""
         ...
 
     def __bool__(self) -> bool: ...
@@ -154,9 +155,9 @@ class Page:
     """A page.
 
     Attributes:
-        template: what it is made from.
-        exhibits: its figures and tables, which the template finds by name in `shown`.
-        values: what else the template shows.
+        template: Name of its template.
+        elements: Its figures and tables; the template finds them by name in `elements`.
+        values: Other values of the template.
     """
 
     template: str
@@ -164,19 +165,19 @@ class Page:
     values: Mapping[str, Any]
 
     def to_html(self) -> str:
-        """The page as text.
+        """Render the page.
 
         Raises:
             SpecError: Jinja2 is not installed.
         """
-        shown = {each.name: each for each in self.elements}
+        elements = {each.name: each for each in self.elements}
         script = render("page.js")
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         skeleton = {"script": script, "script_digest": digest, "colours": COLOURS, "version": version("sottovoce")}
-        return render(self.template, shown=shown, **skeleton, **self.values)
+        return render(self.template, elements=elements, **skeleton, **self.values)
 
     def write(self, path: Path, *, opener: Opener | None = None) -> None:
-        """Write the page; `opener`: as of `open`, such as `private`.
+        """Write the page to a file; `opener` is passed to `open`, such as `open_private`.
 
         Raises:
             SpecError: Jinja2 is not installed.

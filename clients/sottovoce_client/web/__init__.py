@@ -1,1 +1,1 @@
-"""The web console: one page that shows what an operator may know of a coordinator's runs, and changes nothing."""
+"""Web console: a read-only page with the runs of a coordinator, for an operator."""

@@ -1,7 +1,7 @@
-"""Results in a folder that can be opened: pages, and what captures say of themselves. Nothing else of it is ever read.
+"""Files of a results folder that the console may open: HTML pages and `capture.json`. No other file is served.
 
-Beside them lie logs of learners, which hold records, keys, and coins of canaries: so what may be opened is listed by name,
-and folders of services are not even looked into.
+The same folder holds logs of learners with their records, private keys, and the coins of canaries. So the files that may be
+opened are listed by name, and folders of services are not scanned.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sottovoce_core.yaml_files import parse_yaml
 
 @dataclass(frozen=True, slots=True)
 class ReportEntry:
-    """A page in the results that can be opened."""
+    """A page of the results that the console may open."""
 
     path: str
     title: str
@@ -45,22 +45,22 @@ class ReportEntry:
 
 
 def _ended_view(summary: Mapping[str, Any], plan: RunPlan) -> RunView:
-    """A run that is over, as its `summary.json` says: the services that ran it need not be there any more.
+    """Build the view of a run that has ended from its `summary.json`: the services that ran it may be gone.
 
     Args:
-        summary: the content of the file.
-        plan: of its spec.
+        summary: Content of the file.
+        plan: Plan from the run's spec.
 
     Raises:
-        LookupError, TypeError, ValueError: it is no summary.
+        LookupError, TypeError, ValueError: The file is no summary of this version.
     """
     started = datetime.fromisoformat(summary["started_at"]).timestamp()
-    seconds, told = float(summary["seconds"]), summary["learners"]
-    looks = [(float(each["seconds"]), min(each["rounds"], default=0)) for each in summary["progress"]]
-    pairs = [(a, b) for a, b in itertools.pairwise(looks[-MAX_OBSERVATIONS:]) if b[0] > a[0]]
-    done = min((int(each["rounds"]) for each in told if not each["left"]), default=0)
-    receivers = Counter(speaker for speaker, _ in plan.directed_edges)
-    sent = {(s, r): int(told[s]["messages"]) // receivers[s] for s, r in plan.directed_edges}
+    seconds, learners = float(summary["seconds"]), summary["learners"]
+    samples = [(float(each["seconds"]), min(each["rounds"], default=0)) for each in summary["progress"]]
+    pairs = [(a, b) for a, b in itertools.pairwise(samples[-MAX_OBSERVATIONS:]) if b[0] > a[0]]
+    done = min((int(each["rounds_done"]) for each in learners if not each["has_left"]), default=0)
+    receivers = Counter(sender for sender, _ in plan.directed_edges)
+    sent = {(s, r): int(learners[s]["messages"]) // receivers[s] for s, r in plan.directed_edges}
     edges = sorted({(min(way), max(way)) for way in plan.directed_edges})
     return RunView(
         run_id=escape_control(str(summary["run_id"])),
@@ -80,50 +80,50 @@ def _ended_view(summary: Mapping[str, Any], plan: RunPlan) -> RunView:
         remaining_s=None,
         recent_rates=tuple(max(0.0, round((b[1] - a[1]) / (b[0] - a[0]), 3)) for a, b in pairs),
         traffic_source="learners",
-        learners=tuple(_ended_learner(each, str(summary["state"])) for each in told),
+        learners=tuple(_ended_learner(each, str(summary["state"])) for each in learners),
         edges=tuple(
             EdgeView(*(way if way in sent else way[::-1]), 0.0, 0.0, 0.0, sent.get(way, 0) + sent.get(way[::-1], 0),
                      not (way in sent and way[::-1] in sent))
             for way in edges
         ),
-        warnings=tuple(escape_control(str(each)) for each in (*summary["misconduct"], *summary["not_captured"])),
+        warnings=tuple(escape_control(str(each)) for each in (*summary["violations"], *summary["missing_traffic"])),
     )  # fmt: skip
 
 
-def _ended_learner(said: Mapping[str, Any], state: str) -> LearnerView:
+def _ended_learner(learner: Mapping[str, Any], state: str) -> LearnerView:
     return LearnerView(
-        name=escape_control(str(said["name"])),
-        address="",
-        state="left" if said["left"] else escape_control(state),
-        disconnected_since=None,
-        rounds_done=int(said["rounds"]),
-        epsilon=float(said["spent"]),
-        epsilon_limit=None if said["budget"] is None else float(said["budget"]),
+        escape_control(str(learner["name"])),
+        "",
+        "left" if learner["has_left"] else escape_control(state),
+        None,
+        rounds_done=int(learner["rounds_done"]),
+        epsilon=float(learner["epsilon_spent"]),
+        epsilon_limit=None if learner["epsilon_limit"] is None else float(learner["epsilon_limit"]),
         epsilon_other_runs=0.0,
         epsilon_owner_budget=None,
-        records=int(said["records"]),
-        records_waiting=int(said["waiting"]),
+        records=int(learner["records"]),
+        records_waiting=int(learner["records_waiting"]),
         records_per_second=None,
-        accuracy=said["prequential_accuracy"],
+        accuracy=learner["prequential_accuracy"],
         warnings=(),
     )
 
 
 PAGE_SUFFIX, CAPTURE_FACTS_FILE = ".html", "capture.json"
-"""What may be opened: files that end so, and files of this name."""
-_CLOSED = frozenset({"learner-state", "journals", "identities", "logs", "authority", "ledger"})
+"""Suffix and name of the files that may be opened."""
+_CLOSED = frozenset({"journals", "learner-state", "identities", "logs", "authority", "ledger"})
 _MAX_DEPTH, _MAX_FOLDERS, _MAX_LISTED_FILES = 5, 2_000, 100
 _MAX_FACTS_BYTES, _MAX_SUMMARY_BYTES = 4 * 1024 * 1024, 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ResultListing:
-    """What there is to open, the newest first.
+    """Content of a results folder, the newest first.
 
     Attributes:
-        captures, reports: that can be opened.
-        ended: how runs ended, by id, as their summaries say; the end is when that was written down.
-        runs: these runs themselves, where this version can read their summaries.
+        captures, reports: Captures and pages that can be opened.
+        ended_runs: Final state of runs by run id, from their summaries; the end time is when the summary was written.
+        run_views: Views of these runs by run id, where this version can read their summaries.
     """
 
     captures: tuple[CaptureListItem, ...] = ()
@@ -133,10 +133,10 @@ class ResultListing:
 
 
 class ResultFiles:
-    """A folder of results, looked through now and then.
+    """Index of a results folder.
 
     Args:
-        root: the folder; None: there is none.
+        root: The folder; None: no folder was given.
     """
 
     def __init__(self, root: Path | None) -> None:
@@ -144,7 +144,7 @@ class ResultFiles:
         self._read: dict[Path, tuple[float, Any]] = {}
 
     def list_results(self) -> ResultListing:
-        """What there is now. Blocks on the disk."""
+        """Scan the folder. Blocks on the disk."""
         if self.root is None:
             return ResultListing()
         captures: list[CaptureListItem] = []
@@ -169,50 +169,50 @@ class ResultFiles:
         return ResultListing(tuple(captures[:_MAX_LISTED_FILES]), tuple(reports[:_MAX_LISTED_FILES]), ended, kept)
 
     def read_file(self, path: str) -> tuple[bytes, str] | None:
-        """The content of a file that is listed, and its media type; None: there is no such, or it is not for looking at.
+        """Return the content of a file and its media type; None if it does not exist or may not be opened.
 
         Args:
-            path: below the folder, with `/` between.
+            path: Path relative to the folder, with `/` between its parts.
         """
         if self.root is None or "\0" in path:
             return None
         parts = Path(path).parts
-        asked = self.root.joinpath(*parts)
-        allowed = asked.name.endswith(PAGE_SUFFIX) or asked.name == CAPTURE_FACTS_FILE
-        if not (allowed and all(_open(part) for part in parts)):
+        requested = self.root.joinpath(*parts)
+        allowed = requested.name.endswith(PAGE_SUFFIX) or requested.name == CAPTURE_FACTS_FILE
+        if not (allowed and all(_is_open(part) for part in parts)):
             return None
         try:
-            real = asked.resolve(strict=True)  # a link may lead anywhere
-            if real != asked or not real.is_relative_to(self.root) or not real.is_file():
+            real = requested.resolve(strict=True)  # a link may lead out of the folder
+            if real != requested or not real.is_relative_to(self.root) or not real.is_file():
                 return None
-            kind = "text/html" if asked.name.endswith(PAGE_SUFFIX) else "text/plain"
+            kind = "text/html" if requested.name.endswith(PAGE_SUFFIX) else "text/plain"
             return real.read_bytes(), f"{kind}; charset=utf-8"
         except OSError:
             return None
 
-    # ---- looking ------------------------------------------------------------------------------------------
+    # ---- scanning -----------------------------------------------------------------------------------------
 
     def _folders(self, root: Path) -> Iterator[tuple[Path, list[str]]]:
-        """Folders below, a bounded number of them, with the names of their files."""
-        for where, folders, names in islice(os.walk(root), _MAX_FOLDERS):
-            place = Path(where)
-            deep = len(place.relative_to(root).parts)
-            folders[:] = [] if deep >= _MAX_DEPTH else sorted(filter(_open, folders), reverse=True)
-            yield place, names
+        """Yield at most `_MAX_FOLDERS` folders below the root, each with the names of its files."""
+        for path, folders, names in islice(os.walk(root), _MAX_FOLDERS):
+            folder = Path(path)
+            depth = len(folder.relative_to(root).parts)
+            folders[:] = [] if depth >= _MAX_DEPTH else sorted(filter(_is_open, folders), reverse=True)
+            yield folder, names
 
     def _report(self, path: Path, summary: Mapping[str, Any] | None) -> ReportEntry | None:
         try:
             facts = path.lstat()
         except OSError:
             return None
-        assert self.root is not None  # noqa: S101 - else nothing was found
+        assert self.root is not None  # noqa: S101 - files are found only below a root
         relative = path.relative_to(self.root).as_posix()
-        ours = summary is not None and path.name == "report.html"
-        title = f"{summary['name']}, {summary['state']}" if ours and summary is not None else path.stem
+        has_summary = summary is not None and path.name == "report.html"
+        title = f"{summary['name']}, {summary['state']}" if has_summary and summary is not None else path.stem
         return ReportEntry(escape_control(relative), escape_control(title), facts.st_size, facts.st_mtime)
 
     def _capture(self, folder: Path) -> CaptureListItem | None:
-        facts = self._json(folder / CAPTURE_FACTS_FILE, _MAX_FACTS_BYTES, _of_capture)
+        facts = self._json(folder / CAPTURE_FACTS_FILE, _MAX_FACTS_BYTES, _parse_capture)
         if facts is None or self.root is None:
             return None
         path = (folder / CAPTURE_FACTS_FILE).relative_to(self.root).as_posix()
@@ -230,50 +230,49 @@ class ResultFiles:
         )
 
     def _summary(self, folder: Path) -> dict[str, Any] | None:
-        found: dict[str, Any] | None = self._json(folder / "summary.json", _MAX_SUMMARY_BYTES, _of_summary)
+        found: dict[str, Any] | None = self._json(folder / "summary.json", _MAX_SUMMARY_BYTES, _parse_summary)
         return found
 
-    def _json(self, path: Path, most: int, take: Any) -> Any:
-        """What a file says, read again when it has changed; None: nothing that is understood."""
+    def _json(self, path: Path, max_bytes: int, parse: Any) -> Any:
+        """Return the parsed content of a JSON file, cached until the file changes; None if it cannot be parsed."""
         try:
             now = path.lstat()
-            known = self._read.get(path)
-            if known is None or known[0] != now.st_mtime:
-                said = take(from_json(path.read_bytes())) if now.st_size <= most and not path.is_symlink() else None
-                known = self._read[path] = (now.st_mtime, said)
+            cached = self._read.get(path)
+            if cached is None or cached[0] != now.st_mtime:
+                readable = now.st_size <= max_bytes and not path.is_symlink()
+                cached = self._read[path] = (now.st_mtime, parse(from_json(path.read_bytes())) if readable else None)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
-        return known[1]
+        return cached[1]
 
 
-def _open(name: str) -> bool:
-    """Whether this part of a path may be looked into."""
+def _is_open(name: str) -> bool:
+    """Return whether a path with this part may be opened."""
     return name not in _CLOSED and not name.startswith(".") and "/" not in name
 
 
-def _of_capture(facts: Mapping[str, Any]) -> tuple[str, str, int, int]:
-    """Its run, how it is, messages and bytes."""
-    noticed = int(facts.get("noticed_count") or 0)
+def _parse_capture(facts: Mapping[str, Any]) -> tuple[str, str, int, int]:
+    """Return the run id, the state, and the numbers of messages and bytes of a capture."""
+    detections = int(facts.get("detection_count") or 0)
     state = "complete" if facts.get("complete") else "not complete"
-    told = f"{state}; noticed what must never happen: {noticed}" if noticed else state
-    tapped = facts.get("ciphertext") or {}
+    ciphertext = facts.get("ciphertext") or {}
     messages, size = int(facts.get("messages") or 0), int(facts.get("bytes") or 0)
     return (
         escape_control(str(facts["run_id"])),
-        told,
-        messages or int(tapped.get("records") or 0),
-        size or int(tapped.get("bytes") or 0),
+        f"{state}; protocol violations detected: {detections}" if detections else state,
+        messages or int(ciphertext.get("records") or 0),
+        size or int(ciphertext.get("bytes") or 0),
     )
 
 
-def _of_summary(said: Mapping[str, Any]) -> dict[str, Any]:
-    texts = {key: escape_control(str(said[key])) for key in ("name", "run_id", "state", "detail")}
-    return {**texts, "view": _view(said)}
+def _parse_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {key: escape_control(str(summary[key])) for key in ("name", "run_id", "state", "detail")}
+    return {**texts, "view": _view(summary)}
 
 
-def _view(said: Mapping[str, Any]) -> RunView | None:
-    """The run of a summary; None where it is one of another version."""
+def _view(summary: Mapping[str, Any]) -> RunView | None:
+    """Return the view of a summarised run; None if another version wrote the summary."""
     try:
-        return _ended_view(said, parse_plan_document(parse_yaml(str(said["spec_yaml"]))))
+        return _ended_view(summary, parse_plan_document(parse_yaml(str(summary["spec_yaml"]))))
     except (SottovoceError, YAMLError, LookupError, TypeError, ValueError):
         return None

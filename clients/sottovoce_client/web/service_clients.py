@@ -1,4 +1,4 @@
-"""The services that the console asks: a coordinator, an eavesdropper, and the metrics of a watch."""
+"""Clients of the services that the console polls: a coordinator, an eavesdropper, and the metrics of a watch."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ConsoleOptions:
-    """What the console was asked to show.
+    """Options of the console.
 
     Attributes:
-        folder: of results, in whose `services.json` addresses stand while `sottovoce up` runs there; None: there is none.
-        places: given by hand; they win.
-        watch: where a watch tells its numbers; empty: there is none.
-        insecure: speak in the clear to other machines, too.
+        folder: Results folder, whose `services.json` holds the addresses while `sottovoce up` runs there; None: no folder.
+        addresses: Addresses from options; they take precedence.
+        watch: Address of a watch's metrics endpoint; empty: no watch.
+        insecure: Allow unencrypted connections to other machines.
     """
 
     folder: Path | None = None
@@ -46,71 +46,71 @@ class ConsoleOptions:
     insecure: bool = False
 
     def resolve_addresses(self) -> ServiceAddresses:
-        """Where services are now.
+        """Return the current addresses of the services.
 
         Raises:
-            FailedPrecondition: nobody says where the coordinator is.
+            NotFound: Neither the options nor the folder give the coordinator's address.
         """
-        found = _told_in(self.folder)
-        places = ServiceAddresses(
+        found = _read_addresses(self.folder)
+        addresses = ServiceAddresses(
             self.addresses.coordinator or found.coordinator,
             self.addresses.eavesdropper or ("" if self.addresses.coordinator else found.eavesdropper),
             self.addresses.identity or found.identity,
         )
-        if not places.coordinator:
+        if not addresses.coordinator:
             raise NotFound(f"no run is up in {self.folder}: {_advice(self.folder)}")
-        return places
+        return addresses
 
 
 def _advice(folder: Path | None) -> str:
-    """What to do where a folder says nothing."""
+    """Return what to do if the folder holds no addresses."""
     try:
         if folder is not None and not folder.exists():
             parse_address(str(folder), "FOLDER")
-            return f"there is no such folder; to ask a coordinator at that address, give --coordinator {folder}"
+            return f"there is no such folder; to connect to a coordinator at that address, give --coordinator {folder}"
     except SpecError:
         pass
-    return "`sottovoce up` writes services.json there while one is"
+    return "`sottovoce up` writes services.json there while a run is up"
 
 
-def _told_in(folder: Path | None) -> ServiceAddresses:
-    """What `services.json` says; nothing where there is none."""
+def _read_addresses(folder: Path | None) -> ServiceAddresses:
+    """Read `services.json`; return no addresses if there is none."""
     try:
-        told = json.loads((folder / "services.json").read_text(encoding="utf-8")) if folder is not None else {}
-        identity = Path(told["identity"]) if told.get("identity") else None
-        return ServiceAddresses(str(told.get("coordinator") or ""), str(told.get("eavesdropper") or ""), identity)
+        found = json.loads((folder / "services.json").read_text(encoding="utf-8")) if folder is not None else {}
+        identity = Path(found["identity"]) if found.get("identity") else None
+        return ServiceAddresses(str(found.get("coordinator") or ""), str(found.get("eavesdropper") or ""), identity)
     except (OSError, ValueError, TypeError, AttributeError):
         return ServiceAddresses()
 
 
 class ServiceClients:
-    """Channels to a coordinator and, where there is one, an eavesdropper."""
+    """gRPC stubs of a coordinator and of an eavesdropper, if there is one."""
 
-    def __init__(self, places: ServiceAddresses, coordinator: Any, eavesdropper: Any) -> None:
-        self.addresses, self.coordinator, self.eavesdropper = places, coordinator, eavesdropper
+    def __init__(self, addresses: ServiceAddresses, coordinator: Any, eavesdropper: Any) -> None:
+        self.addresses, self.coordinator, self.eavesdropper = addresses, coordinator, eavesdropper
 
     @classmethod
-    async def open(cls, places: ServiceAddresses, insecure: bool, stack: AsyncExitStack) -> ServiceClients:
-        """Open the channels; they find out by themselves who is there."""
-        credentials = Credentials(places.identity, insecure)
-        to = await stack.enter_async_context(
-            open_channel(places.coordinator, Role.COORDINATOR, credentials=credentials)
+    async def open(cls, addresses: ServiceAddresses, insecure: bool, stack: AsyncExitStack) -> ServiceClients:
+        """Open the channels, which connect in the background."""
+        credentials = Credentials(addresses.identity, insecure)
+        channel = await stack.enter_async_context(
+            open_channel(addresses.coordinator, Role.COORDINATOR, credentials=credentials)
         )
-        coordinator, eavesdropper = coordinator_pb2_grpc.CoordinatorStub(to), None
-        if places.eavesdropper:
-            to = await stack.enter_async_context(
-                open_channel(places.eavesdropper, Role.EAVESDROPPER, credentials=credentials)
+        coordinator, eavesdropper = coordinator_pb2_grpc.CoordinatorStub(channel), None
+        if addresses.eavesdropper:
+            channel = await stack.enter_async_context(
+                open_channel(addresses.eavesdropper, Role.EAVESDROPPER, credentials=credentials)
             )
-            eavesdropper = eavesdropper_pb2_grpc.EavesdropperStub(to)
-        return cls(places, coordinator, eavesdropper)
+            eavesdropper = eavesdropper_pb2_grpc.EavesdropperStub(channel)
+        return cls(addresses, coordinator, eavesdropper)
 
     async def list_runs(self) -> list[coordinator_pb2.Run]:
         request = coordinator_pb2.ListRunsRequest(page_size=_MAX_LISTED_RUNS)
-        return list((await self._of_coordinator(self.coordinator.ListRuns(request, timeout=_CALL_TIMEOUT_S))).runs)
+        return list((await self._call_coordinator(self.coordinator.ListRuns(request, timeout=_CALL_TIMEOUT_S))).runs)
 
     async def get_run(self, run_id: str) -> coordinator_pb2.Run:
         request = coordinator_pb2.GetRunRequest(run_id=run_id)
-        return await self._of_coordinator(self.coordinator.GetRun(request, timeout=_CALL_TIMEOUT_S))
+        return await self._call_coordinator(self.coordinator.GetRun(request, timeout=_CALL_TIMEOUT_S))
 
     async def list_captures(self) -> list[eavesdropper_pb2.CaptureInfo]:
         request = eavesdropper_pb2.ListCapturesRequest(page_size=_MAX_LISTED_CAPTURES)
@@ -118,30 +118,30 @@ class ServiceClients:
         return list((await _answer(answer, f"the eavesdropper at {self.addresses.eavesdropper}")).captures)
 
     async def fetch_traffic(self, run_id: str) -> Mapping[DirectedEdge, MessageCount] | None:
-        """What the eavesdropper counted on every way; None: nobody tells."""
+        """Return the eavesdropper's counts of messages and bytes by directed edge; None if there are none."""
         if self.eavesdropper is None:
             return None
         request = eavesdropper_pb2.ListCapturesRequest(run_id=run_id, page_size=1)
         try:
             (capture,) = (await self.eavesdropper.ListCaptures(request, timeout=_CALL_TIMEOUT_S)).captures
-        except (grpc.aio.AioRpcError, ValueError):  # its list says why; it knows no such capture
+        except (grpc.aio.AioRpcError, ValueError):  # the list of captures shows the error; or no such capture
             return None
         return {(way.sender, way.receiver): (way.messages, way.bytes) for way in capture.ways} or None
 
-    async def _of_coordinator(self, call: Awaitable[T]) -> T:
+    async def _call_coordinator(self, call: Awaitable[T]) -> T:
         return await _answer(call, f"the coordinator at {self.addresses.coordinator}")
 
 
-async def _answer(call: Awaitable[T], who: str) -> T:
+async def _answer(call: Awaitable[T], peer: str) -> T:
     try:
         return await call
     except grpc.aio.AioRpcError as error:
-        raise convert_status_error(error, who) from None
+        raise convert_status_error(error, peer) from None
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerWatch:
-    """Natural logarithms of a learner's e-values, and from where on they are an alarm; None: not told."""
+    """E-values of a learner and their alarm thresholds, as natural logarithms; None: not reported."""
 
     name: str
     log_e_value: float
@@ -154,7 +154,7 @@ class LearnerWatch:
 
 @dataclass(frozen=True, slots=True)
 class WatchView:
-    """What `sottovoce watch` says of a run; `together` is of all learners."""
+    """Metrics of `sottovoce watch` for a run; `combined` is the e-value of all learners together."""
 
     run: str
     learners: tuple[LearnerWatch, ...]
@@ -167,11 +167,11 @@ _WATCH_TIMEOUT_S, _MAX_METRICS_BYTES = 2.0, 4 * 1024 * 1024
 
 
 def read_watch(address: str) -> tuple[WatchView, ...]:
-    """What a watch says of each run that it watches. Blocks, for two seconds at most.
+    """Read the metrics of a watch, by run. Blocks for at most two seconds.
 
     Raises:
-        SpecError: this is no address, or prometheus_client is not installed.
-        Unavailable: it does not answer.
+        SpecError: The address is malformed, or prometheus_client is not installed.
+        Unavailable: The watch does not answer.
     """
     parse_address(address, "--watch")
     try:
@@ -180,39 +180,39 @@ def read_watch(address: str) -> tuple[WatchView, ...]:
         return _watch_views(text)
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        raise Unavailable(f"the watch at {address} does not tell its numbers (--metrics): {reason}") from None
+        raise Unavailable(f"the watch at {address} does not serve its metrics (--metrics): {reason}") from None
 
 
 def _watch_views(text: str) -> tuple[WatchView, ...]:
-    """The same, of its text.
+    """Parse the metrics of a watch.
 
     Raises:
-        ValueError: it is none of Prometheus.
+        ValueError: The text is not in Prometheus format.
     """
     parser = import_optional("prometheus_client.parser", "prometheus_client", "--watch", "console")
-    told: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    values: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for family in parser.text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name.startswith(_PREFIX):
                 run, learner = sample.labels.get("run", ""), sample.labels.get("learner", "")
-                told[run][learner][sample.name.removeprefix(_PREFIX)] = sample.value
-    return tuple(_view(run, learners) for run, learners in told.items())
+                values[run][learner][sample.name.removeprefix(_PREFIX)] = sample.value
+    return tuple(_view(run, learners) for run, learners in values.items())
 
 
 def _view(run: str, learners: dict[str, dict[str, float]]) -> WatchView:
-    lines = {name: _line(name, said) for name, said in learners.items() if "log_e_value" in said}
-    together = lines.pop("", None)
-    alarms = sum(int(said.get("alarms", 0)) for said in learners.values())
-    return WatchView(escape_control(run), tuple(lines.values()), together, alarms)
+    watches = {name: _learner_watch(name, values) for name, values in learners.items() if "log_e_value" in values}
+    combined = watches.pop("", None)
+    alarms = sum(int(values.get("alarms", 0)) for values in learners.values())
+    return WatchView(escape_control(run), tuple(watches.values()), combined, alarms)
 
 
-def _line(name: str, said: dict[str, float]) -> LearnerWatch:
+def _learner_watch(name: str, values: dict[str, float]) -> LearnerWatch:
     return LearnerWatch(
         name=escape_control(name),
-        log_e_value=said["log_e_value"],
-        change_log_e_value=said.get("change_log_e_value"),
-        log_threshold=said.get("log_threshold"),
-        change_log_threshold=said.get("change_log_threshold"),
-        rounds=int(said.get("round", 0)),
-        alarms=int(said.get("alarms", 0)),
+        log_e_value=values["log_e_value"],
+        change_log_e_value=values.get("change_log_e_value"),
+        log_threshold=values.get("log_threshold"),
+        change_log_threshold=values.get("change_log_threshold"),
+        rounds=int(values.get("round", 0)),
+        alarms=int(values.get("alarms", 0)),
     )

@@ -1,7 +1,7 @@
 "use strict";
-// A table scrolls by keyboard only where there is more of it than is seen.
+// A table can be scrolled by keyboard only if it is wider than the page.
 const regions = [...document.querySelectorAll(".wide")];
-const reach = () => regions.forEach((each) => { if (each.clientWidth) each.tabIndex = each.scrollWidth > each.clientWidth ? 0 : -1; });
-addEventListener("resize", reach);
-document.addEventListener("toggle", reach, true);
-reach();
+const setTabStops = () => regions.forEach((each) => { if (each.clientWidth) each.tabIndex = each.scrollWidth > each.clientWidth ? 0 : -1; });
+addEventListener("resize", setTabStops);
+document.addEventListener("toggle", setTabStops, true);
+setTabStops();

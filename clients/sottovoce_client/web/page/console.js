@@ -1,26 +1,26 @@
-// Shows what the console sends, once a second. All text is set as text: names and details come from others.
+// Shows the state that the console sends once a second. Names and details come from other machines: all text is set as text.
 "use strict";
 
 const at = (id) => document.getElementById(id);
 const address = new URL(location.href);
 const run = address.searchParams.get("run") || "";
 if (address.searchParams.has("token")) {
-  // It is in a cookie now; in the address it would be seen over one's shoulder, and copied.
+  // A cookie holds the token now. In the address it could be read off the screen, and copied.
   address.searchParams.delete("token");
   history.replaceState(null, "", address);
 }
 
-// ---- numbers, as the project's other pages write them ----------------------------------------------------------------
+// ---- numbers, written as on the other pages -------------------------------------------------------------------------
 
-const NOTHING = "–";
-const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
-const count = (value) => whole.format(value);
+const MISSING = "–";
+const integer = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const count = (value) => integer.format(value);
 const plural = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
 
 function number(value, digits = 3) {
-  if (value === null || value === undefined) return NOTHING;
+  if (value === null || value === undefined) return MISSING;
   const given = Number(value);
-  if (Number.isNaN(given)) return NOTHING;
+  if (Number.isNaN(given)) return MISSING;
   if (!Number.isFinite(given)) return given > 0 ? "∞" : "−∞";
   const size = Math.abs(given);
   if (size !== 0 && (size < 1e-4 || size >= 1e7)) return given.toExponential(digits - 1).replace("e+", "e").replaceAll("-", "−");
@@ -50,16 +50,16 @@ function moment(unix) {
   return when.toDateString() === new Date().toDateString() ? time : `${when.toLocaleDateString("en-CA")} ${time}`;
 }
 
-const shared = (part, all) => (all > 0 ? Math.min(1, Number(part) / all) : Number(part) > 0 ? 1 : 0);
+const fraction = (part, all) => (all > 0 ? Math.min(1, Number(part) / all) : Number(part) > 0 ? 1 : 0);
 
-// ---- elements: made once, changed where something has changed --------------------------------------------------------
+// ---- elements: created once, changed where a value has changed ------------------------------------------------------
 
-function text(element, said) {
-  if (element.textContent !== said) element.textContent = said;
+function text(element, content) {
+  if (element.textContent !== content) element.textContent = content;
   return element;
 }
-function name(element, said) {
-  if (element.className !== said) element.className = said;
+function name(element, classes) {
+  if (element.className !== classes) element.className = classes;
 }
 function give(element, values) {
   for (const [key, value] of Object.entries(values)) {
@@ -67,9 +67,9 @@ function give(element, values) {
   }
   return element;
 }
-function make(tag, said, kind) {
+function make(tag, content, kind) {
   const made = document.createElement(tag);
-  if (said !== undefined) made.textContent = said;
+  if (content !== undefined) made.textContent = content;
   if (kind) made.className = kind;
   return made;
 }
@@ -78,21 +78,20 @@ function share(bar, part) {
   const width = `${(100 * part).toFixed(1)}%`;
   if (bar.style.width !== width) bar.style.width = width;
 }
-function link(said, href) {
-  const made = make("a", said);
+function link(content, href) {
+  const made = make("a", content);
   made.href = href;
   return made;
 }
 
-// Rows of a table: `cells` says of an item what stands in each, as text, or as what fills it.
+// Fill the rows of a table: `cells` gives each cell of an item, as text or as a function that fills it.
 function rows(body, items, cells) {
   while (body.rows.length > items.length) body.deleteRow(-1);
   const heads = [...body.parentElement.tHead.rows[0].cells];
   items.forEach((item, i) => {
     const fresh = i >= body.rows.length;
     const row = fresh ? body.insertRow() : body.rows[i];
-    const told = cells(item, i);
-    told.forEach((cell, k) => {
+    cells(item, i).forEach((cell, k) => {
       if (fresh) {
         const made = make(k ? "td" : "th", undefined, heads[k].className);
         if (k) made.dataset.name = heads[k].textContent;
@@ -104,7 +103,7 @@ function rows(body, items, cells) {
     });
   });
 }
-// A cell whose elements are made once, of a template, and then changed.
+// A cell whose elements `build` creates once; later calls change them.
 function filled(cell, key, build) {
   if (cell.dataset.key !== key) {
     cell.dataset.key = key;
@@ -114,7 +113,7 @@ function filled(cell, key, build) {
 }
 const GOOD = ["finished", "running", "complete"];
 const BAD = ["failed", "lost", "budget exhausted"];
-const NEAR = ["disconnected", "connecting", "stopped", "no answer"];
+const NEAR = ["away", "disconnected", "connecting", "stopped", "no answer"];
 const tone = (state) => (BAD.includes(state) ? "bad" : NEAR.includes(state) ? "near" : GOOD.includes(state) ? "good" : "");
 const pill = (state) => (cell) => {
   const [shown] = filled(cell, "pill", () => [make("span")]).children;
@@ -122,10 +121,10 @@ const pill = (state) => (cell) => {
   text(shown, state);
 };
 
-// ---- the parts of the page -------------------------------------------------------------------------------------------
+// ---- the parts of the page ------------------------------------------------------------------------------------------
 
-// Is the run under way as far as is known, and nobody there who would know?
-const unanswered = (page) => page.gone && Boolean(page.run) && !page.run.ended;
+// True if the coordinator does not answer and the run had not ended at its last answer.
+const unanswered = (page) => page.is_stale && Boolean(page.run) && !page.run.ended_at;
 
 function head(page) {
   const now = page.run;
@@ -134,11 +133,11 @@ function head(page) {
   at("state").hidden = !now;
   for (const id of ["cards", "graph-part", "notices-part", "learners"]) at(id).hidden = !now;
   const facts = at("facts");
-  const told = now
-    ? [now.run_id, `${now.algorithm}`, plural(now.learners.length, "learner"), now.period_s ? `${now.clock}, a round every ${duration(now.period_s)}` : now.clock, `started ${moment(now.started)}`, now.ended ? `took ${duration(now.ended - now.started)}` : `for ${duration(page.at - now.started)}`]
-    : ["This page shows the first one as soon as it begins"];
-  while (facts.children.length > told.length) facts.lastChild.remove();
-  told.forEach((said, i) => text(facts.children[i] || facts.appendChild(make("span")), said));
+  const items = now
+    ? [now.run_id, `${now.algorithm}`, plural(now.learners.length, "learner"), now.period_s ? `${now.clock}, a round every ${duration(now.period_s)}` : now.clock, `started ${moment(now.started_at)}`, now.ended_at ? `took ${duration(now.ended_at - now.started_at)}` : `for ${duration(page.time - now.started_at)}`]
+    : ["The first run appears here as soon as it starts"];
+  while (facts.children.length > items.length) facts.lastChild.remove();
+  items.forEach((item, i) => text(facts.children[i] || facts.appendChild(make("span")), item));
   if (now) {
     const state = unanswered(page) ? "no answer" : now.state;
     name(at("state"), `state ${tone(state)}`.trim());
@@ -146,40 +145,40 @@ function head(page) {
   }
 }
 
-function figure(id, said, more) {
+function figure(id, content, more) {
   const place = at(id);
   filled(place, "figure", () => [document.createTextNode(""), make("small")]);
-  if (place.firstChild.data !== said) place.firstChild.data = said;
+  if (place.firstChild.data !== content) place.firstChild.data = content;
   text(place.lastChild, more || "");
 }
 
 function cards(now) {
-  const endless = now.rounds === null;
-  figure("round", count(now.round), endless ? "" : ` of ${count(now.rounds)}`);
-  at("done").parentElement.hidden = endless;
-  share(at("done"), endless ? 0 : shared(now.round, now.rounds));
-  text(at("left"), now.ended ? now.detail || "over" : endless ? "until it is stopped" : now.left_s !== null ? `${duration(now.left_s)} to go` : "");
-  figure("rate", number(now.rate), " rounds/s");
-  pace(now.pace);
-  text(at("pace-note"), now.ended ? "on average" : now.pace.length > 1 ? `the last ${duration(now.pace.length)}` : "");
-  const limited = now.learners.filter((each) => each.limit !== null).map((each) => ({ ...each, part: shared(each.epsilon, each.limit) }));
+  const unbounded = now.rounds === null;
+  figure("round", count(now.rounds_done), unbounded ? "" : ` of ${count(now.rounds)}`);
+  at("done").parentElement.hidden = unbounded;
+  share(at("done"), unbounded ? 0 : fraction(now.rounds_done, now.rounds));
+  text(at("left"), now.ended_at ? now.detail || "over" : unbounded ? "until it is stopped" : now.remaining_s !== null ? `${duration(now.remaining_s)} to go` : "");
+  figure("rate", number(now.rounds_per_second), " rounds/s");
+  pace(now.recent_rates);
+  text(at("pace-note"), now.ended_at ? "on average" : now.recent_rates.length > 1 ? `the last ${duration(now.recent_rates.length)}` : "");
+  const limited = now.learners.filter((each) => each.epsilon_limit !== null).map((each) => ({ ...each, part: fraction(each.epsilon, each.epsilon_limit) }));
   const most = limited.reduce((a, b) => (a && a.part >= b.part ? a : b), null);
   const largest = now.learners.reduce((a, b) => Math.max(a, Number(b.epsilon)), 0);
   figure("spent", most ? `${number(100 * most.part)} %` : `ε ${number(largest)}`);
   name(at("spent-meter"), `meter ${most ? grade(most.part) : "none"}`.trim());
   share(at("spent-bar"), most ? most.part : 0);
-  text(at("spent-note"), most ? `${most.name}: ε ${number(most.epsilon)} of ${number(most.limit)}` : "no learner has a limit");
+  text(at("spent-note"), most ? `${most.name}: ε ${number(most.epsilon)} of ${number(most.epsilon_limit)}` : "no learner has a limit");
   const sum = (key) => now.learners.reduce((all, each) => all + (each[key] || 0), 0);
   figure("records", count(sum("records")), " in all");
-  text(at("records-note"), `${!now.ended && now.learners.some((each) => each.arrival !== null) ? `${number(sum("arrival"))} a second, ` : ""}${count(sum("waiting"))} waiting`);
-  const flow = now.edges.reduce((all, each) => all + each.there + each.back, 0);
-  figure("traffic", number(now.ended ? 0 : flow), ` ${unit(now)}/s`);
+  text(at("records-note"), `${!now.ended_at && now.learners.some((each) => each.records_per_second !== null) ? `${number(sum("records_per_second"))} a second, ` : ""}${count(sum("records_waiting"))} waiting`);
+  const flow = now.edges.reduce((all, each) => all + each.forward_rate + each.backward_rate, 0);
+  figure("traffic", number(now.ended_at ? 0 : flow), ` ${unit(now)}/s`);
   const sent = now.edges.reduce((all, each) => all + each.messages, 0);
-  const bytes = now.edges.reduce((all, each) => all + each.bytes_s, 0);
-  text(at("traffic-note"), `${count(sent)} so far${now.ended ? "" : `, ${size(bytes)}/s`}`);
+  const bytes = now.edges.reduce((all, each) => all + each.bytes_per_second, 0);
+  text(at("traffic-note"), `${count(sent)} so far${now.ended_at ? "" : `, ${size(bytes)}/s`}`);
 }
 
-const unit = (now) => (now.capture === "wiretap" && now.counted_by === "eavesdropper" ? "TLS records" : "messages");
+const unit = (now) => (now.capture === "wiretap" && now.traffic_source === "eavesdropper" ? "TLS records" : "messages");
 const grade = (part) => (part >= 1 ? "bad" : part >= 0.9 ? "near" : "");
 
 function pace(values) {
@@ -191,7 +190,7 @@ function pace(values) {
   give(area, { d: points.length > 1 ? `M0,30L${points.join("L")}L180,30Z` : "" });
 }
 
-// ---- the graph: learners on a circle ---------------------------------------------------------------------------------
+// ---- the graph: learners on a circle --------------------------------------------------------------------------------
 
 const WIDTH = 720, HEIGHT = 500, FEW = 16;
 const phone = matchMedia("(max-width: 620px)");
@@ -209,14 +208,14 @@ function place(i, n) {
 
 function plan(now) {
   const n = now.learners.length;
-  // Without names, as on a phone, the circle has all the room.
+  // A phone shows no names, so the circle fills the picture.
   give(at("graph"), { class: n > FEW ? "many" : "", viewBox: n > FEW && phone.matches ? "165 55 390 390" : `0 0 ${WIDTH} ${HEIGHT}` });
   at("edges").replaceChildren(...now.edges.map((edge) => {
     const a = place(edge.a, n), b = place(edge.b, n);
     const ends = { x1: a.x.toFixed(1), y1: a.y.toFixed(1), x2: b.x.toFixed(1), y2: b.y.toFixed(1) };
     const group = draw("g");
     group.append(draw("title"), draw("line", { class: "edge", ...ends }), draw("line", { class: "touch", ...ends }));
-    if (edge.one_way) group.append(draw("path", { class: "arrow", d: arrow(a, b) }));
+    if (edge.is_one_way) group.append(draw("path", { class: "arrow", d: arrow(a, b) }));
     return group;
   }));
   at("nodes").replaceChildren(...now.learners.map((learner, i) => {
@@ -244,42 +243,42 @@ function radial(angle) {
 }
 
 function graph(now) {
-  const shape = JSON.stringify([now.run_id, now.learners.map((each) => each.name), now.edges.map((each) => [each.a, each.b, each.one_way])]);
+  const shape = JSON.stringify([now.run_id, now.learners.map((each) => each.name), now.edges.map((each) => [each.a, each.b, each.is_one_way])]);
   if (shape !== drawn) plan(now);
   drawn = shape;
-  const rates = now.edges.map((each) => each.there + each.back), fastest = Math.max(0, ...rates);
+  const rates = now.edges.map((each) => each.forward_rate + each.backward_rate), fastest = Math.max(0, ...rates);
   const most = Math.max(1, ...now.edges.map((each) => each.messages)), slim = now.edges.length > 60 ? 0.35 : 1;
   const [name_a, name_b] = [(each) => now.learners[each.a]?.name, (each) => now.learners[each.b]?.name];
   now.edges.forEach((edge, i) => {
     const [title, line, , head] = at("edges").children[i].children;
-    const flows = !now.ended && rates[i] > 0;
-    // Where nothing flows, how much did.
+    const flows = !now.ended_at && rates[i] > 0;
+    // Without current traffic, the width shows the messages so far.
     const part = flows ? rates[i] / fastest : edge.messages / most;
     give(line, { class: flows ? "edge flows" : "edge", "stroke-width": (slim * (1 + (flows ? 6 : 3) * part)).toFixed(2) });
     if (head) give(head, { class: flows ? "arrow flows" : "arrow" });
-    text(title, `${name_a(edge)} ${edge.one_way ? "→" : "–"} ${name_b(edge)}: ${number(rates[i])} ${unit(now)}/s, ${size(edge.bytes_s)}/s; ${count(edge.messages)} so far`);
+    text(title, `${name_a(edge)} ${edge.is_one_way ? "→" : "–"} ${name_b(edge)}: ${number(rates[i])} ${unit(now)}/s, ${size(edge.bytes_per_second)}/s; ${count(edge.messages)} so far`);
   });
   now.learners.forEach((each, i) => {
     const [title] = at("nodes").children[i].children;
-    const look = ["running", "connecting"].includes(each.state) ? "" : each.state === "disconnected" ? "gone" : tone(each.state) || "idle";
+    const look = ["running", "connecting"].includes(each.state) ? "" : ["away", "disconnected"].includes(each.state) ? "gone" : tone(each.state) || "idle";
     give(at("nodes").children[i], { class: `node ${look}`.trim() });
-    text(title, `${each.name}: ${each.state}, round ${count(each.rounds)}`);
+    text(title, `${each.name}: ${each.state}, round ${count(each.rounds_done)}`);
   });
-  const listened = now.counted_by === "eavesdropper" ? "As the eavesdropper counts" : "As learners count what they say";
+  const source = now.traffic_source === "eavesdropper" ? "Counted by the eavesdropper" : "Counted by the learners";
   const busiest = now.edges[rates.indexOf(fastest)];
-  text(at("graph-words"), !now.edges.length ? "No edges are known: the graph is of the run’s own code, or there is one learner."
-    : `${plural(now.learners.length, "learner")}, ${plural(now.edges.length, "edge")}. ${listened}; ${fastest > 0 && !now.ended ? `the wider, the more a second: up to ${number(fastest)} ${unit(now)}, ${name_a(busiest)} and ${name_b(busiest)}.` : "nothing passes now; the wider, the more has passed."}`);
+  text(at("graph-words"), !now.edges.length ? "The edges are not known: the run has a graph of its own code, or one learner."
+    : `${plural(now.learners.length, "learner")}, ${plural(now.edges.length, "edge")}. ${source}. ${fastest > 0 && !now.ended_at ? `A wider edge carries more messages a second: up to ${number(fastest)} ${unit(now)}, between ${name_a(busiest)} and ${name_b(busiest)}.` : "No traffic now: a wider edge has carried more messages."}`);
   if (at("edge-details").open) edges(now);
   at("edge-details").hidden = !now.edges.length;
 }
 
 function edges(now) {
-  rows(at("edge-rows"), now.edges, (each) => [`${now.learners[each.a]?.name} ${each.one_way ? "→" : "–"} ${now.learners[each.b]?.name}`, number(each.there), each.one_way ? NOTHING : number(each.back), size(each.bytes_s), count(each.messages)]);
+  rows(at("edge-rows"), now.edges, (each) => [`${now.learners[each.a]?.name} ${each.is_one_way ? "→" : "–"} ${now.learners[each.b]?.name}`, number(each.forward_rate), each.is_one_way ? MISSING : number(each.backward_rate), size(each.bytes_per_second), count(each.messages)]);
 }
 
 const SHORT = 6, unfolded = new Set();
 
-// ---- tables ----------------------------------------------------------------------------------------------------------
+// ---- tables ---------------------------------------------------------------------------------------------------------
 
 function learners(now) {
   document.body.classList.toggle("accurate", now.learners.some((each) => each.accuracy !== null));
@@ -289,55 +288,57 @@ function learners(now) {
       const [shown, since] = filled(cell, "state", () => [make("span"), make("small")]).children;
       name(shown, `state ${tone(each.state)}`.trim());
       text(shown, each.state);
-      text(since, each.disconnected_since ? `since ${moment(each.disconnected_since)}` : "");
+      text(since, disconnectedSince(each) ? `since ${moment(disconnectedSince(each))}` : "");
     },
-    count(each.rounds),
+    count(each.rounds_done),
     (cell) => budget(cell, each),
     count(each.records),
-    each.arrival === null ? NOTHING : `${number(each.arrival)}/s`,
-    count(each.waiting),
-    each.accuracy === null ? NOTHING : `${(100 * each.accuracy).toFixed(1)} %`,
+    each.records_per_second === null ? MISSING : `${number(each.records_per_second)}/s`,
+    count(each.records_waiting),
+    each.accuracy === null ? MISSING : `${(100 * each.accuracy).toFixed(1)} %`,
   ]);
 }
 
+const disconnectedSince = (each) => each.disconnected_since ?? each.away_since;
+
 function budget(cell, each) {
   cell.classList.add("budget");
-  const [said, meter, more] = filled(cell, "budget", () => {
+  const [spent, meter, more] = filled(cell, "budget", () => {
     const bar = make("div", undefined, "meter");
     bar.append(make("i"));
     return [make("span"), bar, make("small")];
   }).children;
-  const limited = each.limit !== null, part = limited ? shared(each.epsilon, each.limit) : 0;
-  text(said, limited ? `${number(each.epsilon)} of ${number(each.limit)}` : `${number(each.epsilon)}, no limit`);
+  const limited = each.epsilon_limit !== null, part = limited ? fraction(each.epsilon, each.epsilon_limit) : 0;
+  text(spent, limited ? `${number(each.epsilon)} of ${number(each.epsilon_limit)}` : `${number(each.epsilon)}, no limit`);
   name(meter, `meter ${limited ? grade(part) : "none"}`.trim());
   give(meter, { role: "img", "aria-label": limited ? `${number(100 * part)} % used` : "no limit" });
   share(meter.firstChild, part);
-  text(more, each.own_limit === null ? "" : `its owner allows ${number(each.own_limit)} in all runs; ${number(each.elsewhere)} in others`);
+  text(more, each.epsilon_owner_budget === null ? "" : `owner's budget for all runs: ${number(each.epsilon_owner_budget)}; spent in other runs: ${number(each.epsilon_other_runs)}`);
 }
 
 function notices(now, captures) {
-  const told = [
-    ...(now.ended && now.state !== "finished" ? [["bad", "", `The run ${now.state}${now.detail ? `: ${now.detail}` : ""}`]] : []),
-    ...now.notices.map((said) => ["bad", "", said]),
-    ...captures.filter((each) => each.run_id === now.run_id && /noticed|missing/.test(each.state)).map((each) => ["bad", "", `capture: ${each.state}`]),
-    ...now.learners.flatMap((each) => (each.disconnected_since ? [["near", each.name, `is disconnected since ${moment(each.disconnected_since)}`]] : [])),
-    ...now.learners.flatMap((each) => each.notices.map((said) => ["near", each.name, said])),
+  const all = [
+    ...(now.ended_at && now.state !== "finished" ? [["bad", "", `The run ${now.state}${now.detail ? `: ${now.detail}` : ""}`]] : []),
+    ...now.warnings.map((warning) => ["bad", "", warning]),
+    ...captures.filter((each) => each.run_id === now.run_id && /detect|noticed|missing/.test(each.state)).map((each) => ["bad", "", `capture: ${each.state}`]),
+    ...now.learners.flatMap((each) => (disconnectedSince(each) ? [["near", each.name, `is disconnected since ${moment(disconnectedSince(each))}`]] : [])),
+    ...now.learners.flatMap((each) => each.warnings.map((warning) => ["near", each.name, warning])),
   ];
-  const list = at("notices"), shown = told.slice(0, 40);
-  if (told.length > shown.length) shown.push(["", "", `and ${told.length - shown.length} more`]);
-  if (!shown.length) shown.push(["", "", "Nothing to tell."]);
+  const list = at("notices"), shown = all.slice(0, 40);
+  if (all.length > shown.length) shown.push(["", "", `and ${all.length - shown.length} more`]);
+  if (!shown.length) shown.push(["", "", "None."]);
   while (list.children.length > shown.length) list.lastChild.remove();
-  shown.forEach(([kind, who, said], i) => {
+  shown.forEach(([kind, learner, notice], i) => {
     const item = list.children[i] || list.appendChild(make("li"));
     filled(item, "notice", () => [make("b"), document.createTextNode("")]);
     name(item, kind);
-    text(item.firstChild, who ? `${who} ` : "");
-    if (item.lastChild.data !== said) item.lastChild.data = said;
+    text(item.firstChild, learner ? `${learner} ` : "");
+    if (item.lastChild.data !== notice) item.lastChild.data = notice;
   });
-  return told.map(([, who, said]) => (who ? `${who}: ${said}` : said));
+  return all.map(([, learner, notice]) => (learner ? `${learner}: ${notice}` : notice));
 }
 
-// An e-value of its logarithm.
+// Format an e-value, given its natural logarithm.
 function power(log) {
   const given = Number(log);
   if (!Number.isFinite(given)) return given > 0 ? "∞" : "0";
@@ -346,41 +347,41 @@ function power(log) {
   return `${Math.min(9, Math.round(10 ** (ten - exponent)))}e${exponent}`.replace("-", "−");
 }
 
-function watch(told) {
-  at("watch").hidden = !told;
-  if (!told) return;
-  const together = told.together ? [{ ...told.together, name: "together" }] : [];
-  // Of many, those that come nearest to an alarm.
-  const nearest = [...told.learners].sort((a, b) => Number(b.e) - Number(a.e));
-  const short = told.learners.length > FEW && !unfolded.has("watch");
-  const all = [...together, ...(short ? nearest.slice(0, SHORT) : told.learners)];
+function watch(view) {
+  at("watch").hidden = !view;
+  if (!view) return;
+  const combined = view.combined ? [{ ...view.combined, name: "combined" }] : [];
+  // Of many learners, list those nearest to an alarm.
+  const nearest = [...view.learners].sort((a, b) => Number(b.log_e_value) - Number(a.log_e_value));
+  const short = view.learners.length > FEW && !unfolded.has("watch");
+  const all = [...combined, ...(short ? nearest.slice(0, SHORT) : view.learners)];
   at("all-watch").hidden = !short;
-  text(at("all-watch"), `Show all ${told.learners.length}`);
-  const line = told.together?.line;
-  text(at("watch-words"), told.alarms ? `ALARM: the noise is not what is claimed (${plural(told.alarms, "alarm")}).`
-    : `No alarm so far, in round ${count(Math.max(0, ...all.map((each) => each.rounds)))}.${line ? ` Together they raise it from ${power(line)} on.` : ""}`);
-  name(at("watch-words"), told.alarms ? "note over" : "note");
+  text(at("all-watch"), `Show all ${view.learners.length}`);
+  const line = view.combined?.log_threshold;
+  text(at("watch-words"), view.alarms ? `ALARM: the noise does not have the claimed distribution (${plural(view.alarms, "alarm")}).`
+    : `No alarm so far, in round ${count(Math.max(0, ...all.map((each) => each.rounds)))}.${line ? ` The combined e-value raises an alarm from ${power(line)} on.` : ""}`);
+  name(at("watch-words"), view.alarms ? "note over" : "note");
   rows(at("watch-rows"), all, (each) => [
     each.name,
-    (cell) => { name(cell, each.line !== null && Number(each.e) >= each.line ? "over" : ""); text(cell, power(each.e)); },
+    (cell) => { name(cell, each.log_threshold !== null && Number(each.log_e_value) >= each.log_threshold ? "over" : ""); text(cell, power(each.log_e_value)); },
     (cell) => {
       const [meter] = filled(cell, "meter", () => { const bar = make("div", undefined, "meter"); bar.append(make("i")); return [bar]; }).children;
-      const part = each.line ? Math.max(0, Math.min(1, Number(each.e) / each.line)) : 0;
+      const part = each.log_threshold ? Math.max(0, Math.min(1, Number(each.log_e_value) / each.log_threshold)) : 0;
       name(meter, `meter ${part >= 1 ? "bad" : part >= 0.5 ? "near" : ""}`.trim());
       share(meter.firstChild, part);
     },
-    each.change === null ? NOTHING : power(each.change),
+    each.change_log_e_value === null ? MISSING : power(each.change_log_e_value),
   ]);
 }
 
 const open = (path) => `files/${path.split("/").map(encodeURIComponent).join("/")}`;
-const linked = (said, href, more) => (cell) => {
+const linked = (content, href, more) => (cell) => {
   filled(cell, `link ${href}`, () => [href ? link("", href) : make("span"), make("small")]);
-  text(cell.firstChild, said);
+  text(cell.firstChild, content);
   text(cell.lastChild, more || "");
 };
 
-// The newest few, and all when asked for.
+// Fill a list with its newest entries; the button below it shows all.
 function list(id, found, cells) {
   const short = found.length > SHORT && !unfolded.has(id), more = at(`all-${id}`);
   rows(at(`${id}-rows`), short ? found.slice(0, SHORT) : found, cells);
@@ -390,10 +391,10 @@ function list(id, found, cells) {
   at(`${id}-rows`).parentElement.hidden = !found.length;
 }
 
-// Text, and a smaller note below it, unless there is none.
-const noted = (said, note, without) => (cell) => {
+// A cell with a text and a smaller note below it.
+const noted = (content, note, without) => (cell) => {
   const [first, second] = filled(cell, "noted", () => [make("span"), make("small")]).children;
-  text(first, said);
+  text(first, content);
   text(second, without ? "" : note);
 };
 
@@ -401,12 +402,12 @@ function lists(page) {
   const here = (each) => (page.run && each.run_id === page.run.run_id ? "shown here" : "");
   list("runs", page.runs, (each) => [
     linked(each.run_id, `?run=${encodeURIComponent(each.run_id)}`, [here(each), each.detail].filter(Boolean).join(": ")),
-    pill(each.state), noted(moment(each.started), `took ${duration(Math.max(0, (each.ended || page.at) - each.started))}`, !each.ended), count(each.round),
+    pill(each.state), noted(moment(each.started_at), `took ${duration(Math.max(0, (each.ended_at || page.time) - each.started_at))}`, !each.ended_at), count(each.rounds_done),
   ]);
   list("captures", page.captures, (each) => [linked(each.name, each.path ? open(each.path) : "", each.path ? "" : each.location), each.state, count(each.messages), size(each.bytes)]);
-  list("reports", page.reports, (each) => [linked(each.title, open(each.path), each.path), moment(each.modified), size(each.bytes)]);
-  text(at("no-reports"), page.folder ? `None yet in ${page.folder}.` : "No folder of results was given: sottovoce console FOLDER.");
-  text(at("foot"), `This page shows, and changes nothing. Sottovoce ${page.version}${page.folder ? `; results in ${page.folder}` : ""}.`);
+  list("reports", page.reports, (each) => [linked(each.title, open(each.path), each.path), moment(each.modified_at), size(each.bytes)]);
+  text(at("no-reports"), page.folder ? `None yet in ${page.folder}.` : "No results folder was given: sottovoce console FOLDER.");
+  text(at("foot"), `This page only displays: it changes nothing. Sottovoce ${page.version}${page.folder ? `; results in ${page.folder}` : ""}.`);
 }
 for (const id of ["runs", "captures", "reports", "watch"]) {
   at(`all-${id}`).addEventListener("click", () => {
@@ -416,33 +417,33 @@ for (const id of ["runs", "captures", "reports", "watch"]) {
   });
 }
 
-// Nothing is amiss where a run is over, and its services with it.
-function problems(told, calm) {
+// After a run has ended its services may be gone, which is no problem: `calm`.
+function problems(found, calm) {
   const list = at("problems");
-  while (list.children.length > told.length) list.lastChild.remove();
-  told.forEach((each, i) => {
+  while (list.children.length > found.length) list.lastChild.remove();
+  found.forEach((each, i) => {
     const banner = list.children[i] || list.appendChild(make("div", undefined, "banner"));
     name(banner, calm ? "banner calm" : "banner");
     filled(banner, "problem", () => [make("strong"), document.createTextNode("")]);
-    text(banner.firstChild, `Since ${moment(each.since)}: `);
+    text(banner.firstChild, `Since ${moment(each.first_seen)}: `);
     if (banner.lastChild.data !== each.text) banner.lastChild.data = each.text;
   });
 }
 
-// ---- what is said aloud: only what changes, and matters --------------------------------------------------------------
+// ---- announcements for screen readers: changes that matter ----------------------------------------------------------
 
 let before = null;
-function tell(said) {
-  text(at("said"), said);
+function announce(message) {
+  text(at("announcement"), message);
 }
-function aloud(page, noticed) {
+function announceChanges(page, noticed) {
   const now = page.run && { id: page.run.run_id, state: page.run.state, noticed, alarms: page.watch ? page.watch.alarms : 0, problems: page.problems.length };
   if (before && now && before.id === now.id) {
     const news = now.noticed.filter((each) => !before.noticed.includes(each)).slice(0, 3);
     if (now.state !== before.state) news.unshift(`The run is ${now.state}`);
     if (now.alarms > before.alarms) news.unshift("The watch raises an alarm");
     if (now.problems > before.problems) news.unshift(page.problems[0].text);
-    if (news.length) tell(news.join(". "));
+    if (news.length) announce(news.join(". "));
   }
   before = now;
 }
@@ -450,7 +451,7 @@ function aloud(page, noticed) {
 function show(page) {
   document.body.classList.remove("waiting");
   head(page);
-  problems(page.problems, !page.run || Boolean(page.run.ended));
+  problems(page.problems, !page.run || Boolean(page.run.ended_at));
   document.body.classList.toggle("stale", unanswered(page));
   let noticed = [];
   if (page.run) {
@@ -461,10 +462,10 @@ function show(page) {
     learners(page.run);
   }
   lists(page);
-  aloud(page, noticed);
+  announceChanges(page, noticed);
 }
 
-// ---- the connection: it comes back by itself -------------------------------------------------------------------------
+// ---- the connection, which is opened again after errors -------------------------------------------------------------
 
 const SILENT_MS = 12000, AGAIN_MS = 1500;
 let stream = null, silent = 0, again = 0, lost = null, last = null, reason = "";
@@ -476,7 +477,7 @@ function connected() {
     lost = null;
     reason = "";
     at("lost").hidden = true;
-    tell("Connected again");
+    announce("Connected again");
   }
 }
 
@@ -486,10 +487,10 @@ function disconnected(why) {
   document.body.classList.add("stale");
   filled(at("lost"), "lost", () => [make("strong"), document.createTextNode("")]);
   const since = `Not connected since ${moment(lost / 1000)}. `;
-  if (at("lost").hidden) tell(since + reason);
+  if (at("lost").hidden) announce(since + reason);
   at("lost").hidden = false;
   text(at("lost").firstChild, since);
-  const more = reason || "What is shown is of then; this page tries again by itself.";
+  const more = reason || "The page shows the state of that time, and connects again by itself.";
   if (at("lost").lastChild.data !== more) at("lost").lastChild.data = more;
 }
 
@@ -506,12 +507,12 @@ function reopen() {
   };
   stream.onerror = () => {
     disconnected();
-    if (stream.readyState !== EventSource.CLOSED) return; // it tries again by itself
+    if (stream.readyState !== EventSource.CLOSED) return; // the browser connects again by itself
     again = setTimeout(async () => {
       try {
         const answer = await fetch("console.css", { cache: "no-store" });
         if (answer.status === 403) disconnected("The console was started again with another token: open the address that it printed.");
-      } catch { /* nobody is there yet */ }
+      } catch { /* no server yet */ }
       reopen();
     }, AGAIN_MS);
   };
@@ -519,7 +520,7 @@ function reopen() {
 
 let latest = null;
 at("edge-details").addEventListener("toggle", () => { if (latest && latest.run) edges(latest.run); });
-// Nobody looks at a page that is hidden, so nobody need be asked.
+// A hidden page closes its stream, so that the console stops polling the services.
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) {
     clearTimeout(silent);
