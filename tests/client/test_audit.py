@@ -184,7 +184,7 @@ def test_what_an_auditor_must_know_stands_in_the_file(spec: Path, tmp_path: Path
     prepared = prepare(load_spec(spec))
     _, text, document = shown(prepared, tmp_path)
     assert document["spec"]["name"] == "small" and len(document["data_sha256"]) == 64 and document["sottovoce"]
-    assert document["black_box"]["numbers_that_vary_by_view"]["values"] > 0
+    assert document["black_box"]["varying_values_by_view"]["values"] > 0
     assert "rejects" in text
     assert "cannot refute this claim; exact losses, single rounds and conformance can." in text
 
@@ -196,7 +196,7 @@ def test_only_what_was_looked_at_is_said_to_refute_what_guesses_cannot(spec: Pat
         done, findings=replace(done.findings, round_bounds=None), varying_counts={**done.varying_counts, "sizes": 1}
     )
     blind = replace(done, findings=replace(done.findings, round_bounds=None, tests=()), run_losses=None)
-    said = [list(command._notes(each, 0))[-1] for each in (captured, blind)]
+    said = [list(command._list_notes(each, 0))[-1] for each in (captured, blind)]
     assert said[0].endswith("exact losses, conformance and what differs beside the messages can.")
     assert said[1] == "So guesses of whole runs, which are all there is here, cannot refute this claim."
 

@@ -101,7 +101,7 @@ def test_captures_that_nobody_signed_may_have_been_changed_and_the_audit_says_so
     assert 'class="verdict weak"' in (tmp_path / "audit.html").read_text()
     document = json.loads((tmp_path / "audit.json").read_text())
     assert document["provisos"] == list(done.assumptions) and document["coins"] == "none"
-    assert document["unproven"] == done.unproven_reason
+    assert document["unproven_reason"] == done.unproven_reason
     assert list(document["captures_sha256"]) == ["captures/run-0"] and str(tmp_path) not in json.dumps(document)
 
 

@@ -47,8 +47,8 @@ def test_the_gallery_is_printed_and_written(tmp_path: Path, no_torch: None) -> N
     assert gossip[-1]["recognised"] < 0.05
     assert document["attacks"]["network"] == []
     *covered, last = document["membership"]
-    assert all(each["epsilon_at_least"] <= each["claim"] for each in covered)
-    assert last["correct"] == last["runs"] == 200 and not last["covered"]
+    assert all(each["epsilon_lower_bound"] <= each["claim"] for each in covered)
+    assert last["correct"] == last["runs"] == 200 and not last["is_covered_by_claim"]
 
     page = (tmp_path / "gallery.html").read_text(encoding="utf-8")
     assert "pip install &#39;.[torch]&#39;" in page and "proves nothing" in page

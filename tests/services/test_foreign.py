@@ -28,7 +28,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from sottovoce_client.auditing import foreign_audit as auditing
-from sottovoce_client.auditing.foreign_audit import _load_noise, audit_foreign_captures
+from sottovoce_client.auditing.foreign_audit import _load_noise_claims, audit_foreign_captures
 from sottovoce_client.auditing.foreign_runs import ForeignRequest, RunBoundary, load_decoder, read_runs
 from sottovoce_client.cli import app
 from sottovoce_core.errors import CaptureError, SpecError, Unavailable
@@ -133,7 +133,7 @@ async def test_the_example_is_judged_as_the_page_says(
     assert ("number 0 of norm, message 0 (round 0, from clinic)" in page) == (leak == "norm")
 
 
-NOISE = "total: {law: laplace, scale: %s, centre: {0: [3, 1, 0], 1: [1, 1, 0]}}"
+NOISE = "total: {distribution: laplace, scale: %s, centre: {0: [3, 1, 0], 1: [1, 1, 0]}}"
 """What the page claims of its example, at another scale."""
 
 
@@ -144,7 +144,7 @@ async def test_claimed_noise_decides_with_few_runs(example: dict[str, Any], tmp_
     known, twice, free = (tmp_path / f"{name}.yaml" for name in ("known", "twice", "free"))
     known.write_text(NOISE % "8", encoding="utf-8")
     twice.write_text(NOISE % "[16, 16]", encoding="utf-8")
-    free.write_text("total: {law: laplace, scale: 8}", encoding="utf-8")
+    free.write_text("total: {distribution: laplace, scale: 8}", encoding="utf-8")
 
     kinds = {}
     for file in (known, twice, free):
@@ -190,23 +190,26 @@ async def test_a_weak_claim_is_amber_and_a_page_that_fails_loses_no_result(
     [
         ("{}", "must name decoded fields, got none"),
         ("total: 8", "a noise claim must be a mapping of fields, got a number"),
-        ("total: {law: cauchy, scale: 8}", "law must be laplace or gaussian, got cauchy"),
+        ("total: {distribution: cauchy, scale: 8}", "distribution must be laplace or gaussian, got cauchy"),
         (
-            "total: {law: laplace, scale: 0}",
+            "total: {distribution: laplace, scale: 0}",
             "scale must be a number above 0, or a list of them, one for each message, got 0",
         ),
-        ("total: {law: laplace, scale: [8, no]}", "scale must be a number above 0"),
-        ("total: {law: laplace}", "scale must be a number above 0.*got None"),
-        ("total: {law: laplace, scale: 8, mean: 0}", "a noise claim has law, scale and centre, got mean"),
-        ("total: {law: laplace, scale: 8, centre: {0: 1}}", "centre must be numbers, numbers of each world"),
-        ("total: {law: laplace, scale: 8, centre: nowhere:mean}", "centre: cannot import 'nowhere:mean'"),
+        ("total: {distribution: laplace, scale: [8, no]}", "scale must be a number above 0"),
+        ("total: {distribution: laplace}", "scale must be a number above 0.*got None"),
+        (
+            "total: {distribution: laplace, scale: 8, mean: 0}",
+            "a noise claim has distribution, scale and centre, got mean",
+        ),
+        ("total: {distribution: laplace, scale: 8, centre: {0: 1}}", "centre must be numbers, numbers of each world"),
+        ("total: {distribution: laplace, scale: 8, centre: nowhere:mean}", "centre: cannot import 'nowhere:mean'"),
     ],
 )
 def test_a_file_of_noise_claims_that_says_something_else(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "noise.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(SpecError, match=says):
-        _load_noise(path)
+        _load_noise_claims(path)
 
 
 async def test_a_run_may_be_a_stream_and_needs_no_decoder(example: dict[str, Any], tmp_path: Path) -> None:
