@@ -78,7 +78,7 @@ class MutantOutcome:
 
     @property
     def is_missed(self) -> bool:
-        """Whether it applies to the run and was not found."""
+        """True if it applies to the run and was not found."""
         return self.runs_needed is None and not self.inapplicable_reason
 
 
@@ -195,7 +195,7 @@ class FalseAlarmCounts:
 
     @property
     def is_excessive(self) -> bool:
-        """Whether the false alarms are too many to be chance, in audits or under watch."""
+        """True if the false alarms are too many to be chance, in audits or under watch."""
         return _is_excessive(self.refuted_audits, self.audits, AUDIT_LEVEL) or _is_excessive(
             self.alarmed_runs, self.watched_runs, WATCH_LEVEL
         )
@@ -324,7 +324,7 @@ class PowerMeasurement:
 
     @property
     def is_missed(self) -> bool:
-        """Whether it was not found in spite of enough evidence; for a correct service, whether false alarms are excessive."""
+        """True if it was not found in spite of enough evidence; for a correct service, if false alarms are excessive."""
         if self.correct:
             return _is_excessive(self.audits_found, self.audits, 1.0 - CONFIDENCE)
         enough = self.min_runs is None or MIN_EVIDENCE_FACTOR * self.min_runs <= self.max_runs

@@ -71,7 +71,9 @@ def _build_gallery_page(gallery: Gallery) -> Page:
     first = [next(iter(results.values())) for results in gallery.attacks.values() if results]
     values = {
         "source": gallery.source,
-        "attacked": [(name, list(_build_rows(each)), _find_faded(each)) for name, each in gallery.attacks.items()],
+        "attacked": [
+            (name, list(_build_rows(each)), _find_faded_transcript(each)) for name, each in gallery.attacks.items()
+        ],
         "titles": _TITLES,
         "total": sum(len(each.pictures) for each in first),
         "right": round(sum(each.recognised_share * len(each.pictures) for each in first)),
@@ -84,7 +86,7 @@ def _build_gallery_page(gallery: Gallery) -> Page:
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _find_faded(results: AttackResults) -> tuple[str, Reconstruction] | None:
+def _find_faded_transcript(results: AttackResults) -> tuple[str, Reconstruction] | None:
     """Return the first transcript with noise of which fewer than 5 % of the pictures are recognised."""
     return next(((label, each) for label, each in list(results.items())[1:] if each.recognised_share < 0.05), None)
 

@@ -36,7 +36,7 @@ _NoiseFactory = Callable[[str, int], NoiseSource]
 
 
 @dataclass(frozen=True, slots=True)
-class _Secret:
+class _RunSecret:
     """Norm of the first record of a run, and the world of the run."""
 
     norm: float
@@ -72,16 +72,16 @@ class ServiceMutant:
     description: str
     build_noise: Callable[[AuditPlan], _NoiseFactory] | None = None
     update_hook: Callable[[Batch, int, int], None] | None = None
-    build_initial_metadata: Callable[[_Secret], _Metadata] | None = None
-    compute_hello_padding: Callable[[_Secret], int] | None = None
-    choose_stream_end: Callable[[_Secret], _StreamEnd | None] | None = None
-    count_extra_connections: Callable[[_Secret], int] | None = None
+    build_initial_metadata: Callable[[_RunSecret], _Metadata] | None = None
+    compute_hello_padding: Callable[[_RunSecret], int] | None = None
+    choose_stream_end: Callable[[_RunSecret], _StreamEnd | None] | None = None
+    count_extra_connections: Callable[[_RunSecret], int] | None = None
     is_capture_lost: Callable[[int], bool] | None = None
     must_be_found: bool = True
 
     @property
     def is_correct(self) -> bool:
-        """Whether there is no fault."""
+        """True if there is no fault."""
         return self == ServiceMutant(self.name, self.description)
 
 
@@ -111,13 +111,13 @@ class _LeakingLearner(CustomNoiseLearner):
     async def _prepare(self, run_id: str, assignment: coordinator_pb2.Assignment) -> None:
         await super()._prepare(run_id, assignment)
         assert self._session is not None  # noqa: S101 - set by super()
-        self.first: asyncio.Future[_Secret] = asyncio.get_running_loop().create_future()
+        self.first: asyncio.Future[_RunSecret] = asyncio.get_running_loop().create_future()
         self.halfway, self.has_ended_stream, self._update_count = asyncio.Event(), False, 0
         self._session.algorithm = _hook_updates(self._session.algorithm, self._on_update)
 
     @property
     def is_introduced(self) -> bool:
-        """Whether it is in a run and knows its neighbours."""
+        """True if it is in a run and knows its neighbours."""
         return self._session is not None and self._session.plan.announced_rounds > 0
 
     def _on_update(self, batch: Batch) -> None:
@@ -156,7 +156,7 @@ class _LeakingServicer(LearnerServicer):
         async for batch in batches:
             if not self._learner.first.done():
                 norm = float(np.linalg.norm(from_tensor(batch.features)[0]))
-                self._learner.first.set_result(_Secret(norm, self._learner.world))
+                self._learner.first.set_result(_RunSecret(norm, self._learner.world))
             yield batch
 
     async def exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
@@ -271,7 +271,7 @@ def _fail_randomly(error: Callable[[], Exception], share: float) -> Callable[[Ba
     return fail
 
 
-def _build_norm_metadata(secret: _Secret) -> _Metadata:
+def _build_norm_metadata(secret: _RunSecret) -> _Metadata:
     return (("x-norm", f"{secret.norm:.1f}"),)
 
 

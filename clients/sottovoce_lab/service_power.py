@@ -257,7 +257,7 @@ class _Answer:
     generator: np.random.Generator
 
     @property
-    def noised(self) -> FloatArray:
+    def noisy_values(self) -> FloatArray:
         """Gradient and loss with noise."""
         return self.exact + self.noise
 
@@ -278,7 +278,7 @@ class _ForeignMutant:
 
     name: str
     description: str
-    encode: Callable[[_Answer], bytes] = lambda answer: answer.noised.tobytes()
+    encode: Callable[[_Answer], bytes] = lambda answer: answer.noisy_values.tobytes()
     build_trailer: Callable[[_Answer], str] = lambda answer: ""
     fails: Callable[[_Answer], bool] = lambda answer: False
     is_correct: bool = False
@@ -394,7 +394,7 @@ async def _serve_behind_relay(
 
 
 def _omit_noise(*places: int) -> Callable[[_Answer], bytes]:
-    return lambda answer: np.where(np.isin(np.arange(4), places), answer.exact, answer.noised).tobytes()
+    return lambda answer: np.where(np.isin(np.arange(4), places), answer.exact, answer.noisy_values).tobytes()
 
 
 def _scale_noise(answer: _Answer, factor: float) -> bytes:
@@ -406,7 +406,7 @@ FOREIGN_SERVICE_MUTANTS = (
     _ForeignMutant(
         "six digits",
         "nothing: answers are rounded",
-        encode=lambda answer: np.array([float(f"{number:.6g}") for number in answer.noised]).tobytes(),
+        encode=lambda answer: np.array([float(f"{number:.6g}") for number in answer.noisy_values]).tobytes(),
         is_correct=True,
     ),
     _ForeignMutant("no noise", "gradient and loss without noise", encode=_omit_noise(0, 1, 2, 3)),
@@ -420,13 +420,13 @@ FOREIGN_SERVICE_MUTANTS = (
     _ForeignMutant(
         "repeated",
         "one answer in ten repeats the previous one",
-        encode=lambda answer: answer.before if answer.generator.random() < 0.1 else answer.noised.tobytes(),
+        encode=lambda answer: answer.before if answer.generator.random() < 0.1 else answer.noisy_values.tobytes(),
     ),
     _ForeignMutant(
         "length",
         "half of the answers are longer in one world",
         encode=lambda answer: (
-            answer.noised.tobytes() + bytes(8 * (answer.world == 1 and answer.generator.random() < 0.5))
+            answer.noisy_values.tobytes() + bytes(8 * (answer.world == 1 and answer.generator.random() < 0.5))
         ),
     ),
     _ForeignMutant(

@@ -198,7 +198,7 @@ class AuditRuns:
 
     @property
     def is_ciphertext(self) -> bool:
-        """Whether captures are of ciphertext."""
+        """True if captures are of ciphertext."""
         return self.complete_captures[0].ciphertext is not None
 
     def build_starts(self, plan: AuditPlan) -> RunOutcomes | None:

@@ -126,7 +126,7 @@ def describe_seeded_noise(seeded: int, runs: int) -> str:
     subject = "of this run" if runs == 1 else f"of {runs_text} runs"
     return (
         f"The noise {subject} came from a seed (SOTTOVOCE_NOISE_SEED) or a recording: its owner can remove the noise, so it "
-        "protected nothing, whatever the result of the audit."
+        "protected nothing, independent of the result of the audit."
     )
 
 

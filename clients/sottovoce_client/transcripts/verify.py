@@ -116,7 +116,7 @@ class LearnerSignatures:
 
     @property
     def has_signatures(self) -> bool:
-        """Whether it signed anything."""
+        """True if it signed anything."""
         return bool(self._signed)
 
     def describe_faults(self, name: str) -> Iterator[str]:

@@ -168,11 +168,11 @@ class _EavesdropperSource:
 
     async def fetch_latest(self) -> Capture | None:
         try:
-            return await self._fetch_if_changed()
+            return await self._update_copy()
         except grpc.aio.AioRpcError as error:
             raise convert_status_error(error, f"the eavesdropper at {self._address}") from None
 
-    async def _fetch_if_changed(self) -> Capture | None:
+    async def _update_copy(self) -> Capture | None:
         request = eavesdropper_pb2.ListCapturesRequest(run_id=self._run_id, page_size=1)
         newest = (await self._stub.ListCaptures(request, timeout=_CALL_TIMEOUT_S)).captures
         if not newest:

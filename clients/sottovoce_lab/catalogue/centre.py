@@ -230,7 +230,7 @@ def _delay_decision(part: float) -> _DependentMutation:
 _centre_mutant = partial(make_mutant_factory("centre"), base="dola")
 
 
-def _make_understated(
+def _make_understated_mutant(
     name: str, description: str, share: Callable[[Run], float], base: str = "dola, 1 feature", **options: Any
 ) -> Mutant:
     mutant: Mutant = _centre_mutant(
@@ -255,10 +255,10 @@ CENTRE_MUTANTS = (
         quick=True,
         build_worlds=build_spike_worlds(10.0, -10.0),
     ),
-    _make_understated(
+    _make_understated_mutant(
         "half the sensitivity", "half the sensitivity is charged", lambda run: 0.5, quick=True, max_runs=500
     ),
-    _make_understated(
+    _make_understated_mutant(
         "clipped in l2",
         "an l2 norm charged: short by √d",
         lambda run: float(run.algorithm.dim) ** -0.5,
@@ -266,7 +266,7 @@ CENTRE_MUTANTS = (
         quick=True,
         max_runs=500,
     ),
-    _make_understated("nine tenths of the sensitivity", "less than the sensitivity is charged", lambda run: 0.9),
+    _make_understated_mutant("nine tenths of the sensitivity", "less than the sensitivity is charged", lambda run: 0.9),
     *(
         _centre_mutant(
             f"clipped at {times:g}",
@@ -345,7 +345,7 @@ def _scale_first_coordinate(noise: FloatArray, request: NoiseRequest, state: Noi
 _data_mutant = make_mutant_factory("data-dependent noise")
 
 
-def _make_rescaled(
+def _make_rescaled_mutants(
     condition: str, cause: str, build_fault: Callable[[float], FaultFactory], share: float
 ) -> Iterator[Mutant]:
     """Yield mutants whose scale depends on `cause`: it is wrong in a fraction of the values."""
@@ -363,10 +363,10 @@ DATA_DEPENDENT_MUTANTS = (
         _make_dependent(lambda noise, request, secret: np.where(secret.centre == 0.0, 0.0, noise), "any"),
         quick=True,
     ),
-    *_make_rescaled(
+    *_make_rescaled_mutants(
         "after label 1", "the last label", lambda factor: _make_dependent(partial(_scale_by_label, factor=factor)), 0.5
     ),
-    *_make_rescaled(
+    *_make_rescaled_mutants(
         "after a long step",
         "the norm of the step",
         lambda factor: _make_dependent(partial(_scale_by_step, factor=factor)),
@@ -381,7 +381,7 @@ DATA_DEPENDENT_MUTANTS = (
         )
         for share in (0.2, 0.05)
     ),
-    *_make_rescaled(
+    *_make_rescaled_mutants(
         "in every fourth round",
         "the round number",
         lambda factor: mutate_noise(_scale_by_round(factor), "laplace"),

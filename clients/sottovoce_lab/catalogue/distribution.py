@@ -59,16 +59,16 @@ _twice_zeta = restrict_fault(
 _scale_mutant = partial(make_noise_mutant_factory("scale"), noise_kind="any")
 
 
-def _make_scaled(factor: float, name: str, description: str = "", *, quick: bool = False) -> Mutant:
+def _make_scaled_mutant(factor: float, name: str, description: str = "", *, quick: bool = False) -> Mutant:
     description = description or f"noise of {factor:g} of its scale"
     limit = estimate_from_numbers(compute_scale_kl(factor))
     return _scale_mutant(name, description, scale_noise(factor), limit, quick=quick)
 
 
 SCALE_MUTANTS = (
-    _make_scaled(0.5, "half the noise", "noise of half its scale", quick=True),
-    _make_scaled(0.9, "0.9 of the scale", quick=True),
-    *(_make_scaled(factor, f"{factor:g} of the scale") for factor in (1.1, 0.97, 0.99, 0.997)),
+    _make_scaled_mutant(0.5, "half the noise", "noise of half its scale", quick=True),
+    _make_scaled_mutant(0.9, "0.9 of the scale", quick=True),
+    *(_make_scaled_mutant(factor, f"{factor:g} of the scale") for factor in (1.1, 0.97, 0.99, 0.997)),
     _scale_mutant("one learner at 0.95", "0.95 of its scale, one learner", _scale_one_learner),
     *(
         _scale_mutant(
@@ -222,7 +222,7 @@ _ATOM = 2.0**-41
 """Approximate probability of a single value."""
 
 
-def _make_zeroed(share: float, *, messages: bool) -> Mutant:
+def _make_zeroed_mutant(share: float, *, messages: bool) -> Mutant:
     unit, estimate = ("messages", estimate_from_messages) if messages else ("numbers", estimate_from_numbers)
     mutation = apply_randomly(lambda noise, request, state: np.zeros_like(noise), share, per_message=messages)
     name = f"{100 * share:g} % of {unit} without noise"
@@ -247,9 +247,9 @@ SUPPORT_MUTANTS = (
         quick=True,
         base="ldp-dol, 60,000 numbers",
     ),
-    _make_zeroed(0.001, messages=True),
-    _make_zeroed(0.001, messages=False),
-    _make_zeroed(0.0001, messages=False),
+    _make_zeroed_mutant(0.001, messages=True),
+    _make_zeroed_mutant(0.001, messages=False),
+    _make_zeroed_mutant(0.0001, messages=False),
     *(
         _support_mutant(
             f"none beyond {limit:g} scales",

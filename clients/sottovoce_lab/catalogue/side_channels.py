@@ -275,7 +275,7 @@ def _get_budgets(run: Run) -> tuple[float, ...]:
 
 
 def _detect(messages: Sequence[CapturedMessage], plan: AuditPlan) -> dict[Family, str]:
-    """Return what online checks and the ledger find in messages, whatever their values: a sentence by family."""
+    """Return what online checks and the ledger find in messages, independent of their values: a sentence by family."""
     algorithm, found = plan.run.algorithm, dict[Family, str]()
     checks = OnlineChecks(
         ExpectedTraffic(lattice_spacings=algorithm.lattice_spacings)
