@@ -119,7 +119,7 @@ def test_a_record_and_its_replacement_can_be_chosen(spec: Path, tmp_path: Path) 
     with pytest.raises(SpecError, match="--record must be in"):
         swap(record=999)
     idle = next(k for k in range(len(own.labels)) if k not in own.order)
-    with pytest.raises(DataError, match="learned in no round"):
+    with pytest.raises(DataError, match="must be learned in some round"):
         swap(record=idle)
     other.write_text("{}", encoding="utf-8")
     with pytest.raises(SpecError, match="must hold a JSON object"):

@@ -229,7 +229,7 @@ def test_one_world_is_tested_and_never_said_to_be_guessed(tmp_path: Path) -> Non
     assert (done.findings.bounds, done.findings.has_both_worlds) == ((), False)
     assert done.run_losses is not None and 0.0 < done.largest_loss <= done.findings.claim
     assert done.verdict.kind == "consistent" and "4 runs of one world" in done.verdict.text
-    assert "Nothing was guessed" in done.verdict.text and "above" not in done.verdict.text
+    assert "No world was guessed" in done.verdict.text and "above" not in done.verdict.text
     few = audited(tmp_path / "run-0", plan)
     assert few.verdict.kind == "inconclusive" and "even a learner with half of its noise" in few.verdict.text
 
@@ -338,7 +338,7 @@ def test_labels_need_their_worlds(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"of world 0 and 1: there must be a worlds\.json"):
         audited(tmp_path, plan)
     write_worlds(tmp_path, plan)
-    with pytest.raises(SpecError, match="1 runs of each world show nothing"):
+    with pytest.raises(SpecError, match="runs of each world, got 1"):
         audited(tmp_path, plan)
     assert not audited(tmp_path / "run-0", plan).findings.has_both_worlds  # its worlds are named in the folder above
     with pytest.raises(CaptureError, match="or 0 alone, got 1"):
@@ -500,6 +500,6 @@ def test_a_neighbour_hears_its_own_edges_only() -> None:
     assert all(2 in line[:2] for line in lines.roles) and len(lines.roles) == 4
     assert lines.inspected_channel == (1, 2, "out")
     assert {line: whose for line, whose in lines.roles.items() if whose != "others"} == {
-        (1, 2, "out"): "said",
-        (1, 2, "back"): "told",
+        (1, 2, "out"): "sent",
+        (1, 2, "back"): "received",
     }

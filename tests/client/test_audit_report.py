@@ -201,7 +201,7 @@ def test_cells_above_the_claim_stand_as_others_of_their_column(broken: Audit) ->
     assert '<td class="over long">' in html and '<td class="over">' in html
 
 
-@pytest.mark.parametrize("kind", ["consistent", "refuted", "inconclusive", "unpromised"])
+@pytest.mark.parametrize("kind", ["consistent", "refuted", "inconclusive", "no-claim"])
 def test_no_verdict_is_put_more_strongly_than_it_is(done: Audit, kind: VerdictKind) -> None:
     evidence = tuple(f"reason <{k}>" for k in range(10)) if kind in ("refuted", "inconclusive") else ()
     text = build_audit_page(replace(done, verdict=Verdict(kind, "so & so", evidence)), "learner-1", 7).to_html()

@@ -270,7 +270,7 @@ def test_of_one_machine_times_are_judged_and_of_two_they_are_shown() -> None:
 def test_what_tells_worlds_apart_by_less_than_is_claimed_is_a_sign() -> None:
     done = audit_traffic(tossed(0.05), claim=4.0, same_processes=True)
     assert done.verdict.kind == "inconclusive"
-    assert any("tells the worlds apart (epsilon is above" in each for each in done.verdict.evidence)
+    assert any("distinguishes the worlds (epsilon is above" in each for each in done.verdict.evidence)
     quiet = audit_traffic(tossed(0.0), claim=4.0, same_processes=True)
     assert quiet.findings.anomalies == ()
 

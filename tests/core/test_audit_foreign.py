@@ -23,7 +23,7 @@ from sottovoce_core.auditing.bounds import (
 from sottovoce_core.auditing.foreign.answer_features import build_answer_views
 from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_traffic
 from sottovoce_core.auditing.foreign.noise import NoiseClaim, NoiseFindings, check_noise
-from sottovoce_core.auditing.foreign.power import PowerAnalysis, _gaussian_shift, compute_gaussian_epsilon
+from sottovoce_core.auditing.foreign.power import PowerAnalysis, _compute_gaussian_shift, compute_gaussian_epsilon
 from sottovoce_core.auditing.foreign.repeats import find_anomalies
 from sottovoce_core.auditing.traffic_features import (
     CapturedFrame,
@@ -113,8 +113,8 @@ def test_numbers_of_any_size_are_audited(factor: float) -> None:
 def test_without_a_claim_the_bound_alone_is_told() -> None:
     verdict = audited(conversations(raw_later), math.inf).verdict
 
-    assert verdict.kind == "unpromised"
-    assert "epsilon of at least" in verdict.text
+    assert verdict.kind == "no-claim"
+    assert "The lower bound on epsilon is" in verdict.text
     assert "values of total" in verdict.text
 
 
@@ -238,7 +238,7 @@ def test_a_loss_without_noise_is_found_by_who_knows_what_was_asked() -> None:
 
     assert done.verdict.kind == "refuted" and done.findings.epsilon_lower_bound > 2.0
     assert "answers of /a/Gradient beside their requests" in done.verdict.text
-    assert "most shows in number 0 of loss, beside what its request explains" in done.verdict.text
+    assert "the largest effect is in number 0 of loss, after regression on its request" in done.verdict.text
 
 
 def test_noised_answers_to_requests_are_consistent() -> None:
@@ -275,7 +275,7 @@ def test_noise_from_a_few_seeds_is_noticed() -> None:
 
     found = find_anomalies(conversations(reused))
 
-    assert [each.test for each in found] == ["said again"]
+    assert [each.test for each in found] == ["repetition"]
     assert "total" in found[0].text
     assert "run " in found[0].location
 
@@ -337,7 +337,7 @@ def test_noise_said_again_is_noticed_beyond_its_resolution(kind: str) -> None:
         return [ROUNDED[kind](before)]
 
     found = find_anomalies(conversations(reused, 1000))
-    assert [each.test for each in found] == ([] if kind == "levels of a quantiser" else ["said again"])
+    assert [each.test for each in found] == ([] if kind == "levels of a quantiser" else ["repetition"])
 
 
 CACHED = np.random.default_rng(5).laplace(scale=2.0, size=(2, 2, 2))
@@ -358,7 +358,7 @@ def cached_beside(world: int, run: int, noise: np.random.Generator) -> list[Floa
 def test_noise_that_a_server_draws_once_for_all_runs_is_noticed(read: bool) -> None:
     found = find_anomalies(conversations(cached, 80, read=read))
 
-    assert {each.test for each in found} == {"said again"}
+    assert {each.test for each in found} == {"repetition"}
     if read:
         assert found[0].text.startswith("number 0 of total, message 0 (round 0, from clinic) is the same in all runs")
     else:
@@ -376,7 +376,7 @@ def test_noise_from_a_short_list_of_one_server_is_noticed() -> None:
     lists = np.random.default_rng(3).normal(size=(2, 10))
 
     found = find_anomalies(conversations(lambda world, run, noise: [noise.choice(lists[world], 2)], 200))
-    assert [each.test for each in found] == ["said again"]
+    assert [each.test for each in found] == ["repetition"]
 
 
 # ---- claimed noise ---------------------------------------------------------------------------------------
@@ -434,7 +434,9 @@ def test_noise_of_another_size_in_one_world_is_found_beside_its_claim() -> None:
 def test_another_law_is_found() -> None:
     """Gaussian noise whose sizes are as large on average."""
     scale = 2.0 * math.sqrt(math.pi / 2.0)
-    assert {"tails", "shape", "law"} & rejected(noise_in(conversations(said_with(scale, "normal"), 500), CENTRED))
+    assert {"tails", "shape", "distribution"} & rejected(
+        noise_in(conversations(said_with(scale, "normal"), 500), CENTRED)
+    )
     gaussian = replace(CENTRED, distribution="gaussian", scale=(scale,))
     assert not rejected(noise_in(conversations(said_with(scale, "normal"), 500), gaussian, 9.0, 1e-5))
 
@@ -458,11 +460,11 @@ def test_a_claimed_noise_that_does_not_keep_the_claimed_epsilon_is_refuted_by_ar
 
     assert rejected(found) == {"epsilon of the noise"}
     verdict = decide(Findings(12, AlphaAllocation(0.05, NOISE_ALLOCATION), 0.5, tests=found.tests))
-    assert verdict.kind == "refuted" and "noise as it is claimed has an epsilon of 1" in verdict.text
+    assert verdict.kind == "refuted" and "the claimed noise has an epsilon of 1" in verdict.text
 
 
 def test_gaussian_noise_has_an_epsilon_at_a_delta_alone() -> None:
-    shift = _gaussian_shift(1.0, 1e-5)
+    shift = _compute_gaussian_shift(1.0, 1e-5)
     claim = NoiseClaim("gaussian", (math.sqrt(2.0) / shift,), centre)
     runs = conversations(said_with(math.sqrt(2.0) / shift, "normal"), 24)
 
@@ -480,7 +482,9 @@ def test_numbers_that_are_rounded_to_more_than_the_noise_are_not_tested() -> Non
 
 
 def test_noise_of_a_field_that_there_is_not() -> None:
-    with pytest.raises(SpecError, match="--noise-distribution must name decoded fields, got 'totals'; there are total"):
+    with pytest.raises(
+        SpecError, match="--noise-distribution must name decoded fields, got 'totals': choose from total"
+    ):
         check_noise(
             conversations(noised, 8),
             {"totals": FREE},
@@ -546,7 +550,7 @@ def test_messages_that_nobody_decodes_are_compared_whole() -> None:
 
     (found,) = find_anomalies(conversations(resent, 99, read=False))
 
-    assert found.test == "said again"
+    assert found.test == "repetition"
     assert "byte for byte" in found.text
 
 
@@ -571,7 +575,7 @@ def test_what_even_the_best_guesser_would_not_find_is_inconclusive() -> None:
 
     assert done.verdict.kind == "inconclusive" and done.message_count == 2
     assert (
-        "could not have found even a service with half of its noise (the best of guessers needs about"
+        "could not have detected even a service with half of its noise (the optimal guesser needs about"
         in done.verdict.text
     )
 
@@ -620,7 +624,7 @@ def test_a_claim_that_nobody_could_refute_is_said_to_be_one(claim: float) -> Non
     done = audited(conversations(noised, 40), claim, 0.95)
 
     assert (done.verdict.kind, done.findings.needed_runs) == ("inconclusive", math.inf)
-    assert "more than anybody makes of each world are needed" in done.verdict.text
+    assert "more than 1,000,000,000 runs of each world are needed" in done.verdict.text
 
 
 @pytest.mark.parametrize("claim", [0.1, 1.0, 4.0])
@@ -644,7 +648,7 @@ def test_worlds_one_after_the_other_are_said_so() -> None:
     done = audited(conversations(raw_later, 80, worlds=[0] * 40 + [1] * 40))
 
     assert not done.is_interleaved
-    assert "if nothing but the world changed" in done.verdict.text
+    assert "if only the world changed" in done.verdict.text
 
 
 def test_both_worlds_are_needed() -> None:

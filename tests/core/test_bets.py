@@ -12,20 +12,20 @@ from scipy import integrate, stats
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.online.bets import (
     _BLOCKS,
-    _OWN,
-    _POOLED,
-    _SHARED,
+    _LEARNER_BETS,
+    _POOLED_BETS,
+    _SAME_ROUND_BETS,
     EProcesses,
     _Bet,
+    _bet_on_excess,
+    _bet_on_signs,
+    _bet_on_sizes,
     _FarLag,
     _Histogram,
     _krichevsky_trofimov,
     _LowBits,
-    _on_signs,
-    _on_sizes,
     _Repeats,
     _Scale,
-    _too_many,
 )
 from sottovoce_core.auditing.online.noise_history import (
     _MAX_LAG_ROUNDS,
@@ -35,7 +35,7 @@ from sottovoce_core.auditing.online.noise_history import (
     NoiseHistory,
     RoundNoise,
     RoundObservation,
-    _keys_of,
+    _compute_keys,
     _Sums,
 )
 
@@ -65,17 +65,17 @@ class Watched:
         self._memory = NoiseHistory(learners, numbers, KeyTable())
         self._generator = np.random.default_rng(seed)
 
-    def see(self, values: FloatArray) -> RoundObservation:
+    def observe(self, values: FloatArray) -> RoundObservation:
         """The next round, until the one after it."""
-        return self._memory.see(said(values, self._generator))
+        return self._memory.observe(said(values, self._generator))
 
 
 def totals(bets: Sequence[_Bet], watched: Watched, rounds: FloatArray) -> list[FloatArray]:
     """`(learners, width)` sums of every bet over all rounds, `(rounds, learners, numbers)`."""
     each: list[list[FloatArray]] = []
     for values in rounds:
-        seen = watched.see(values)
-        each.append([bet.sums(seen) for bet in bets])
+        seen = watched.observe(values)
+        each.append([bet.compute_sums(seen) for bet in bets])
     return [np.sum(sums, axis=0) for sums in zip(*each, strict=True)]
 
 
@@ -97,15 +97,15 @@ def test_e_values_are_those_of_the_formulas() -> None:
     mixed, _ = integrate.quad(
         lambda rate: stats.gamma.pdf(rate, 20, scale=1 / 20) * rate**40 * math.exp((1 - rate) * sizes), 0, 10
     )
-    assert _Histogram().e(histogram)[0] == pytest.approx(math.log(np.mean(products)))
-    assert _Scale().e(scale)[0] == pytest.approx(math.log(mixed))
+    assert _Histogram().compute_log_e_value(histogram)[0] == pytest.approx(math.log(np.mean(products)))
+    assert _Scale().compute_log_e_value(scale)[0] == pytest.approx(math.log(mixed))
 
 
 def test_e_values_of_worked_examples() -> None:
     """Computed by hand, from the formulas."""
     fair = np.array([0.5, 0.5])
-    assert _on_signs(np.array(50.0), np.array(400.0), 0.01) == pytest.approx(1.695, abs=1e-3)
-    assert _Scale().e(np.array([900.0, 1000.0])) == pytest.approx(3.278, abs=1e-3)
+    assert _bet_on_signs(np.array(50.0), np.array(400.0), 0.01) == pytest.approx(1.695, abs=1e-3)
+    assert _Scale().compute_log_e_value(np.array([900.0, 1000.0])) == pytest.approx(3.278, abs=1e-3)
     assert _krichevsky_trofimov(np.array([60.0, 0.0]), fair) == pytest.approx(38.967, abs=1e-3)
     assert _krichevsky_trofimov(np.array([30.0, 30.0]), fair) == pytest.approx(-2.277, abs=1e-3)
     assert _krichevsky_trofimov(85.0 * np.eye(16)[3], np.full(16, 1 / 16)) == pytest.approx(209.98, abs=5e-3)
@@ -115,10 +115,10 @@ def test_what_is_rarer_than_expected_is_no_evidence() -> None:
     """How often a number is heard again is only bounded: fewer than that, for long, gains nothing; far more does."""
     expected = np.array([1e-6, 1.0, 60.0, 3000.0])
     for share in (0.0, 0.5, 1.0):
-        assert np.all(_too_many(np.floor(share * expected), expected) <= 0.0)
-    assert np.all(_too_many(np.ceil(3.0 * expected) + 6.0, expected) > 0.0)
+        assert np.all(_bet_on_excess(np.floor(share * expected), expected) <= 0.0)
+    assert np.all(_bet_on_excess(np.ceil(3.0 * expected) + 6.0, expected) > 0.0)
     counted = np.arange(400.0)
-    stakes = np.exp(_too_many(counted, np.full(400, 60.0)))
+    stakes = np.exp(_bet_on_excess(counted, np.full(400, 60.0)))
     assert stats.poisson.pmf(counted, 60.0) @ stakes <= 1.0
 
 
@@ -130,7 +130,7 @@ def test_signs_are_bet_on_as_a_normal_mixture(variance: float) -> None:
             *(-5.0, 5.0),
             epsabs=1e-12,
         )
-        assert _on_signs(np.array(s), np.array(v), variance) == pytest.approx(math.log(mixed))
+        assert _bet_on_signs(np.array(s), np.array(v), variance) == pytest.approx(math.log(mixed))
 
 
 def test_bets_on_sizes_are_never_better_than_fair() -> None:
@@ -138,7 +138,7 @@ def test_bets_on_sizes_are_never_better_than_fair() -> None:
     x = np.linspace(-1.0, 1.0, 201)
     for rate in (-0.3, -0.1, 0.1, 0.3):
         exact = -rate * x - np.log1p(-rate * x)
-        assert np.all(exact + _on_sizes(np.zeros(201), x**2, rate) <= 1e-15)
+        assert np.all(exact + _bet_on_sizes(np.zeros(201), x**2, rate) <= 1e-15)
 
 
 def test_far_lags_are_those_of_their_rounds() -> None:
@@ -158,14 +158,14 @@ def test_bets_on_far_lags_are_fair() -> None:
     """400 runs of twice as many rounds as are near, five standard errors: failure probability below 1e-4."""
     generator, bet = np.random.default_rng(7), _FarLag()
     rounds = (generator.laplace(size=(2 * LAGS, 1, 4)) for _ in range(400))
-    found = np.exp([bet.e(totals((bet,), Watched(1, 4), values)[0])[0] for values in rounds])
+    found = np.exp([bet.compute_log_e_value(totals((bet,), Watched(1, 4), values)[0])[0] for values in rounds])
     assert np.ptp(found) > 0.01 and found.mean() <= 1.0 + 5.0 * found.std() / 20.0
 
 
 def test_shares_add_up_to_one() -> None:
-    for shares in (_OWN, (*_POOLED, *_SHARED)):
+    for shares in (_LEARNER_BETS, (*_POOLED_BETS, *_SAME_ROUND_BETS)):
         assert sum(share for _, share in shares) == pytest.approx(1.0)
-    assert _LowBits.law.sum() == pytest.approx(1.0)
+    assert _LowBits.zero_probabilities.sum() == pytest.approx(1.0)
 
 
 # ---- under the claim -------------------------------------------------------------------------------------------------
@@ -175,13 +175,16 @@ def test_shares_add_up_to_one() -> None:
 def test_e_values_are_at_most_one_on_average() -> None:
     """Of every bet and of the mixtures. Over 400 runs, five standard errors: failure probability below 1e-4."""
     generator, found = np.random.default_rng(2), []
-    bets = [bet for bet, _ in (*_OWN, *_POOLED, *_SHARED)]
+    bets = [bet for bet, _ in (*_LEARNER_BETS, *_POOLED_BETS, *_SAME_ROUND_BETS)]
     for _ in range(400):
         rounds, seed = generator.laplace(size=(3, 2, 4)), int(generator.integers(2**32))
         stakes, watched = EProcesses(2), Watched(2, 4, seed)
         for values in rounds:
-            stakes.add(watched.see(values))
-        each = [bet.e(sums) for bet, sums in zip(bets, totals(bets, Watched(2, 4, seed), rounds), strict=True)]
+            stakes.add(watched.observe(values))
+        each = [
+            bet.compute_log_e_value(sums)
+            for bet, sums in zip(bets, totals(bets, Watched(2, 4, seed), rounds), strict=True)
+        ]
         found.append(np.concatenate([*each, stakes.log_e_values]))
     e_values = np.exp(found)
     assert np.all(e_values.mean(axis=0) <= 1.0 + 5.0 * e_values.std(axis=0) / math.sqrt(len(e_values)))
@@ -197,7 +200,7 @@ def test_changes_are_at_most_the_blocks_begun_on_average() -> None:
     for _ in range(120):
         watched, stakes = Watched(1, 2), EProcesses(1)
         for _ in range(_BLOCKS[0] + 2):
-            stakes.add(watched.see(generator.laplace(size=(1, 2))))
+            stakes.add(watched.observe(generator.laplace(size=(1, 2))))
         found.append(np.exp(stakes.change_log_e_values))
     most = (2.0 + 1.0) / 2.0
     assert np.all(np.mean(found, axis=0) <= most + 5.0 * np.std(found, axis=0) / math.sqrt(len(found)))
@@ -211,11 +214,11 @@ def test_what_is_not_a_number_counts_for_nothing() -> None:
     bets = (_Scale(), _Histogram(), _Repeats())  # the others know of centres, which are random, or of shifts
     sparse, dense = totals(bets, Watched(3, 6), padded), totals(bets, Watched(2, 5), values)
     for bet, some, all_of_them in zip(bets, sparse, dense, strict=True):
-        assert bet.e(some)[:2] == pytest.approx(bet.e(all_of_them), abs=1e-9)
-    every, watched = [bet for bet, _ in (*_OWN, *_POOLED, *_SHARED)], Watched(3, 6)
-    watched.see(padded[0])
+        assert bet.compute_log_e_value(some)[:2] == pytest.approx(bet.compute_log_e_value(all_of_them), abs=1e-9)
+    every, watched = [bet for bet, _ in (*_LEARNER_BETS, *_POOLED_BETS, *_SAME_ROUND_BETS)], Watched(3, 6)
+    watched.observe(padded[0])
     for bet, sums in zip(every, totals(every, watched, padded[6:]), strict=True):
-        assert bet.e(sums) == pytest.approx(0.0, abs=1e-9)
+        assert bet.compute_log_e_value(sums) == pytest.approx(0.0, abs=1e-9)
 
 
 # ---- what is new -----------------------------------------------------------------------------------------------------
@@ -225,7 +228,7 @@ def test_keys_are_as_unlikely_as_stated() -> None:
     """At any place: a key's numbers of the lattice, each with its probability."""
     h = 2.0**-41 * 1.0000001  # the finest spacing, in scales
     around: FloatArray = np.arange(-400.0, 401.0)
-    keys = _keys_of(around * h)
+    keys = _compute_keys(around * h)
     chance = [np.sum(np.tanh(h / 2) * np.exp(-h * np.abs(around[keys == key]))) for key in np.unique(keys)[1:-1]]
     assert max(chance) <= KEY_MATCH_PROBABILITY
     assert max(chance) > 0.9 * KEY_MATCH_PROBABILITY
@@ -271,7 +274,7 @@ def test_a_number_a_message_is_a_stream_of_its_own() -> None:
 def test_numbers_that_float64_blurs_are_not_compared() -> None:
     watched, blurred = NoiseHistory(1, 3, KeyTable()), said(np.zeros((1, 3)), np.random.default_rng(0))
     blurred.resolution[:] = 2.0**-30
-    seen = watched.see(blurred)
+    seen = watched.observe(blurred)
     assert (seen.exact_counts.sum(), seen.repeat_counts.sum(), seen.key_repeats.repeat_counts.sum()) == (0, 0, 0)
 
 
@@ -289,15 +292,15 @@ def test_sums_and_differences_are_found_however_scales_differ() -> None:
     scale, exact = np.array([1.0, 4.0, 0.5])[:, None] * np.ones(40), np.ones((3, 40), dtype=bool)
     first, second, third = on_lattice(generator, 3, 3, 40)
     for said in (first, second):
-        heard = sums.hear(said, scale, exact)
+        heard = sums.add_round(said, scale, exact)
         assert not heard.earlier_counts.any() and not heard.same_round_counts.any()
     third[0] = first[2] * 0.5 - second[0]
     third[1] = -second[1]
     third[2] = (third[0] + second[1] * 4.0) / 0.5
-    heard = sums.hear(third, scale, exact)
+    heard = sums.add_round(third, scale, exact)
     assert np.all(heard.earlier_counts[:2] > 31) and heard.earlier_counts[2] == 0
     assert heard.same_round_counts[:2].sum() == 0 and heard.same_round_counts[2] > 31
-    assert sums.hear(first, scale, exact).earlier_counts[:2].sum() == 0  # two rounds are kept
+    assert sums.add_round(first, scale, exact).earlier_counts[:2].sum() == 0  # two rounds are kept
 
 
 def test_what_adds_up_by_chance_is_no_more_than_is_expected() -> None:
@@ -309,7 +312,7 @@ def test_what_adds_up_by_chance_is_no_more_than_is_expected() -> None:
     scale, exact = np.array([1.0, 1.0, 1.0, 2.0**22])[:, None] * np.ones(2), np.ones((4, 2), dtype=bool)
     found = np.zeros(4)
     for _ in range(500):
-        heard = sums.hear(generator.laplace(size=(4, 2)), scale, exact)
+        heard = sums.add_round(generator.laplace(size=(4, 2)), scale, exact)
         found += [
             heard.earlier_counts.sum(),
             heard.expected_counts.sum(),
@@ -323,13 +326,13 @@ def test_what_adds_up_by_chance_is_no_more_than_is_expected() -> None:
 def test_numbers_that_are_not_known_add_up_to_nothing() -> None:
     values, scale, sums = on_lattice(np.random.default_rng(2), 2, 6), np.ones((2, 6)), _Sums(1, 2, 6)
     exact = np.arange(12).reshape(6, 2).T % 4 > 0
-    nothing = sums.hear(values, scale, exact)
+    nothing = sums.add_round(values, scale, exact)
     assert (nothing.earlier_counts.sum(), nothing.same_round_counts.sum(), nothing.expected_same_round_counts[0]) == (
         0,
         0,
         0.0,
     )
-    again = sums.hear(values, scale, exact)
+    again = sums.add_round(values, scale, exact)
     assert again.earlier_counts.tolist() == [3, 6]
     assert again.expected_counts == pytest.approx(
         [KEY_MATCH_PROBABILITY * 3 * 5**2, KEY_MATCH_PROBABILITY * 3 * (3**2 + 5**2)]
@@ -380,7 +383,7 @@ def rounds_to_alarm(stream: Iterator[FloatArray], numbers: int, most: int, alarm
     """The round, from 1, after which one learner's e-value is there; one more than `most` if it was not."""
     watched, stakes = Watched(1, numbers), EProcesses(1)
     for t, values in zip(range(1, most + 1), stream, strict=False):
-        stakes.add(watched.see(values[None]))
+        stakes.add(watched.observe(values[None]))
         if stakes.log_e_values[1] >= alarm:
             return t
     return most + 1

@@ -12,7 +12,7 @@ from scipy.stats import binom
 
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.auditing.audit import audit_simulated
-from sottovoce_core.auditing.coin_tests import _tilted, run_calibration_tests
+from sottovoce_core.auditing.coin_tests import _compute_coin_test, run_calibration_tests
 from sottovoce_core.auditing.likelihood import RunLosses, compute_run_losses
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.auditing.verdict import decide
@@ -47,7 +47,7 @@ def test_the_bound_is_chernoffs_and_above_the_binomial_tail(right: int) -> None:
     """Of 2,000 coins with chance 0.62: `2 exp(-n KL(right/n || 0.62))`, on both sides."""
     n, q = 2000, 0.62
     losses = np.full(n, math.log(q / (1 - q)))
-    statistic, p = _tilted(losses, (np.arange(n) < right).astype(np.int64), np.ones(n))
+    statistic, p = _compute_coin_test(losses, (np.arange(n) < right).astype(np.int64), np.ones(n))
     share = right / n
     rate = sum(a * math.log(a / b) for a, b in ((share, q), (1 - share, 1 - q)) if a > 0)
     assert statistic == pytest.approx(right - n * q)
@@ -71,7 +71,7 @@ def test_small_cases_hold_exactly() -> None:
         for coins in product((0, 1), repeat=6):
             coin = np.array(coins)
             mass = float(np.prod(np.where(coin == 1, chances, 1 - chances)))
-            outcomes.append((_tilted(losses, coin, y)[1], mass))
+            outcomes.append((_compute_coin_test(losses, coin, y)[1], mass))
         outcomes.sort()
         below = np.cumsum([mass for _, mass in outcomes])
         assert all(p >= mass - 1e-12 for (p, _), mass in zip(outcomes, below, strict=True) if p < 1.0)
@@ -79,7 +79,7 @@ def test_small_cases_hold_exactly() -> None:
 
 def test_nothing_said_is_nothing_wrong() -> None:
     assert set(p_values(np.zeros(50), np.arange(50) % 2).values()) <= {1.0}
-    assert _tilted(np.ones(0), np.ones(0, dtype=np.int64), np.ones(0)) == (0.0, 1.0)
+    assert _compute_coin_test(np.ones(0), np.ones(0, dtype=np.int64), np.ones(0)) == (0.0, 1.0)
 
 
 # ---- losses that are infinite ----------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def test_what_is_not_one_event_is_refused() -> None:
     with pytest.raises(SpecError, match="must be 1 to 195"):
         draw_canaries(run, data, 196, np.random.default_rng(0))
     silent, data = a_run({"name": "d-ogd"}, 40)
-    with pytest.raises(SpecError, match="finite promise"):
+    with pytest.raises(SpecError, match="finite epsilon"):
         draw_canaries(silent, data, 4, np.random.default_rng(0))
 
 

@@ -21,16 +21,16 @@ from sottovoce_core.auditing.bounds import AlphaAllocation, Test
 from sottovoce_core.auditing.conformance.battery import Dependence
 from sottovoce_core.auditing.conformance.block import Block
 from sottovoce_core.auditing.conformance.correlations import (
-    _all_pairs_p,
-    _correlation_p,
+    _approximate_largest,
+    _compute_all_pairs_p,
+    _compute_correlation_p_values,
+    _compute_smallest_p,
+    _compute_tracy_widom_p,
     _Gram,
-    _largest_law,
-    _smallest_p,
-    _tracy_widom_p,
 )
-from sottovoce_core.auditing.conformance.lags import Lags, _log_products
+from sottovoce_core.auditing.conformance.lags import Lags, _compute_product_log_p
 from sottovoce_core.auditing.conformance.p_values import compute_log_sign_p_values
-from sottovoce_core.auditing.conformance.regressors import MAX_RELATIVE_SIZE, _clipped, _log_sizes
+from sottovoce_core.auditing.conformance.regressors import MAX_RELATIVE_SIZE, _clip, _compute_size_log_p
 from sottovoce_core.noise import KeyedNoise, NoiseRequest, lattice_spacing
 from tests.blocks import SCALE, block_of, discrete_laplace, likely
 
@@ -77,12 +77,12 @@ def noise_of(z: FloatArray) -> IntArray:
 
 def test_p_values_of_products_correlations_and_spectra() -> None:
     rho = np.array(0.1 * 5440)
-    assert math.exp(_log_products(rho, np.array(5440.0))) == pytest.approx(3.52e-12, rel=1e-3)
-    assert math.exp(_log_products(rho, np.array(5440.0), shared=True)) < 3.6e-11
-    assert _correlation_p(np.array(0.99), np.array(20)) == pytest.approx(1.259e-17, rel=1e-3)
-    assert _largest_law(1000, 10) == pytest.approx((1203.887, 24.593), abs=1e-3)
-    assert _tracy_widom_p(0.9793) == pytest.approx(0.05, abs=1e-4)
-    assert _tracy_widom_p(2.0236) == pytest.approx(0.0098, abs=1e-4)
+    assert math.exp(_compute_product_log_p(rho, np.array(5440.0))) == pytest.approx(3.52e-12, rel=1e-3)
+    assert math.exp(_compute_product_log_p(rho, np.array(5440.0), shared=True)) < 3.6e-11
+    assert _compute_correlation_p_values(np.array(0.99), np.array(20)) == pytest.approx(1.259e-17, rel=1e-3)
+    assert _approximate_largest(1000, 10) == pytest.approx((1203.887, 24.593), abs=1e-3)
+    assert _compute_tracy_widom_p(0.9793) == pytest.approx(0.05, abs=1e-4)
+    assert _compute_tracy_widom_p(2.0236) == pytest.approx(0.0098, abs=1e-4)
 
 
 def test_bounds_hold_for_few_products() -> None:
@@ -94,7 +94,7 @@ def test_bounds_hold_for_few_products() -> None:
     x = rng.normal(size=(2, 200_000, 21))
     sums = {False: (x[0, :, :20] * x[1, :, :20]).sum(axis=1), True: (x[0, :, :20] * x[0, :, 1:]).sum(axis=1)}
     for shared, total in sums.items():
-        p_values = np.exp(_log_products(total, np.full(len(total), 20.0), shared=shared))
+        p_values = np.exp(_compute_product_log_p(total, np.full(len(total), 20.0), shared=shared))
         for a in (0.1, 0.01, 1e-3, 1e-4):
             assert np.mean(p_values <= a) <= 1.1 * a + 5e-5
     assert np.mean(np.abs(sums[False]) > 5.0 * math.sqrt(20.0)) > 5 * 5.7e-7
@@ -108,26 +108,26 @@ def test_bounds_on_regressors_hold() -> None:
     signs = rng.choice([-1.0, 1.0], size=excess.shape)
     square = float(x @ x)
     of_signs = np.exp(compute_log_sign_p_values(signs @ x, square))
-    of_sizes = np.array([math.exp(_log_sizes(float(total), square, 5.0)) for total in excess @ x])
+    of_sizes = np.array([math.exp(_compute_size_log_p(float(total), square, 5.0)) for total in excess @ x])
     for a in (0.1, 0.01, 1e-3):
         assert np.mean(of_signs <= a) <= 1.1 * a
         assert np.mean(of_sizes <= a) <= 1.1 * a
     assert compute_log_sign_p_values(8.0, 4.0) == pytest.approx(math.log(2.0) - 8.0)
-    assert _log_sizes(60.0, 100.0, 1.0) == pytest.approx(math.log(2.0) - 100.0 * (1.6 - math.sqrt(2.2)))
+    assert _compute_size_log_p(60.0, 100.0, 1.0) == pytest.approx(math.log(2.0) - 100.0 * (1.6 - math.sqrt(2.2)))
 
 
 def test_all_pairs_have_the_mean_and_the_variance_that_are_stated() -> None:
     """2,000 matrices of 10 columns and 20 samples: the mean is off by 5 standard errors with probability 6e-7."""
     rng = np.random.default_rng(3)
     grams = [_Gram(rng.normal(size=(1, 20, 10)).astype(np.float32), np.ones((20, 10), np.bool_)) for _ in range(2000)]
-    found = [gram.all_pairs(0)[0] for gram in grams]
-    _, mean, variance, pairs = grams[0].all_pairs(0)
+    found = [gram.sum_all_pairs(0)[0] for gram in grams]
+    _, mean, variance, pairs = grams[0].sum_all_pairs(0)
     assert pairs == 45
     assert mean == pytest.approx(45 / 20)
     assert np.mean(found) == pytest.approx(mean, abs=5 * math.sqrt(variance / 2000))
     assert np.var(found) == pytest.approx(variance, rel=0.25)
-    assert _all_pairs_p(mean + 6 * math.sqrt(variance), mean, variance) < 1e-5
-    assert _all_pairs_p(0.2 * mean, mean, variance) < 1e-5
+    assert _compute_all_pairs_p(mean + 6 * math.sqrt(variance), mean, variance) < 1e-5
+    assert _compute_all_pairs_p(0.2 * mean, mean, variance) < 1e-5
 
 
 def test_the_smallest_singular_value_is_bounded_for_every_shape() -> None:
@@ -136,9 +136,9 @@ def test_the_smallest_singular_value_is_bounded_for_every_shape() -> None:
     for samples, columns in ((20, 3), (50, 30), (30, 50)):
         x = rng.normal(size=(500, samples, columns))
         least = np.linalg.svd(x, compute_uv=False)[:, -1] ** 2
-        p_values = [_smallest_p(float(each), samples, columns) for each in least]
+        p_values = [_compute_smallest_p(float(each), samples, columns) for each in least]
         assert np.count_nonzero(np.array(p_values) <= 0.05) <= 50
-    assert _smallest_p(0.0, 100, 4) == pytest.approx(math.exp(-32.0))
+    assert _compute_smallest_p(0.0, 100, 4) == pytest.approx(math.exp(-32.0))
 
 
 # ---- sums ------------------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_lags_are_those_that_fit_where_there_are_too_many(monkeypatch: pytest.Mo
     block = made(rng, discrete_laplace(rng, (3, 10, 4, 12)))
     whole = Lags(block.layout)
     whole.add(block)
-    monkeypatch.setattr("sottovoce_core.auditing.conformance.lags.KEPT", 3000)
+    monkeypatch.setattr("sottovoce_core.auditing.conformance.lags.MAX_SUMS", 3000)
     monkeypatch.setattr("sottovoce_core.auditing.conformance.lags.MAX_COMPLEX_NUMBERS", 500)
     few = Lags(block.layout)
     few.add(block)
@@ -204,22 +204,22 @@ def test_pairs_count_the_samples_in_which_both_are_known() -> None:
     scores, known = rng.normal(size=(1, 40, 4)).astype(np.float32), rng.random((40, 4)) < 0.6
     scores[:, ~known] = 0.0
     gram = _Gram(scores, known)
-    _, pairs, rho, _, i, j = next(gram.worst_pair())
+    _, pairs, rho, _, i, j = next(gram.find_worst_pairs())
     both = known[:, i] & known[:, j]
     one, other = scores[0, both, i], scores[0, both, j]
     assert pairs == 6
     assert gram.counts[i, j] == both.sum()
     assert rho == pytest.approx(float(one @ other) / math.sqrt(float(one @ one) * float(other @ other)), rel=1e-4)
-    assert list(gram.spectrum(0)) == []
+    assert list(gram.compute_spectrum(0)) == []
 
 
 def test_regressors_are_clipped_by_their_own_past() -> None:
     rng = np.random.default_rng(8)
     x = rng.normal(size=(2, 10, 3, 4))
     x[:, 6] *= 1000.0
-    whole = _clipped(x)
-    np.testing.assert_array_equal(_clipped(x[:, :7]), whole[:, :7])  # nothing of later rounds
-    np.testing.assert_array_equal(_clipped(x[:, :, 1:2]), whole[:, :, 1:2])  # nor of other runs
+    whole = _clip(x)
+    np.testing.assert_array_equal(_clip(x[:, :7]), whole[:, :7])  # nothing of later rounds
+    np.testing.assert_array_equal(_clip(x[:, :, 1:2]), whole[:, :, 1:2])  # nor of other runs
     np.testing.assert_array_equal(whole[:, 1:6], x[:, 1:6].clip(whole[:, 1:6].min(), whole[:, 1:6].max()))
     assert np.abs(whole[:, 6]).max() < 2.0 * MAX_RELATIVE_SIZE * np.sqrt(1000.0)
     assert np.abs(whole).max() < 1000.0
@@ -250,7 +250,7 @@ def test_runs_add_up() -> None:
 
 def cut(block: Block, runs: slice) -> Block:
     """Some runs of a block."""
-    names = ("values", "steps", "said", "lost", "off")
+    names = ("values", "steps", "message_steps", "lost_bits", "is_off_lattice")
     arrays = {name: getattr(block, name)[:, :, runs] for name in names}
     return replace(block, **arrays, past={name: each[:, :, runs] for name, each in block.past.items()})
 

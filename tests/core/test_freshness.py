@@ -17,13 +17,13 @@ from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.auditing.bounds import AlphaAllocation, Test
 from sottovoce_core.auditing.conformance.block import Block, Layout
 from sottovoce_core.auditing.conformance.freshness import (
-    LARGEST_PAIR_TIE_PROBABILITY,
     MAX_COPIES,
     SIZE_TIE_PROBABILITY,
+    TOP_PAIR_TIE_PROBABILITY,
     Freshness,
+    _hash_keys,
+    _hash_pairs,
     _Keys,
-    _mixed,
-    _paired,
     _Ties,
 )
 from sottovoce_core.noise import KeyedNoise, NoiseRequest, lattice_spacing
@@ -51,33 +51,33 @@ def refuted(tests: Mapping[str, Test]) -> set[str]:
 def gathered(most: int, *parts: IntArray) -> _Keys:
     keys = _Keys(most)
     for part in parts:
-        keys.add(_mixed(part.astype(np.uint64)), np.arange(part.size, dtype=np.uint32).reshape(part.shape))
+        keys.add(_hash_keys(part.astype(np.uint64)), np.arange(part.size, dtype=np.uint32).reshape(part.shape))
     return keys
 
 
 def test_hashes_of_different_keys_differ() -> None:
     """A bijection of one; of a million neighbouring pairs, no two alike (by chance with probability 6e-5)."""
-    assert len(np.unique(_mixed(np.arange(10**6, dtype=np.uint64)))) == 10**6
-    one = _mixed(np.arange(1000, dtype=np.uint64))
-    assert len(np.unique(_paired(*(each.ravel() for each in np.meshgrid(one, one))))) == 10**6
+    assert len(np.unique(_hash_keys(np.arange(10**6, dtype=np.uint64)))) == 10**6
+    one = _hash_keys(np.arange(1000, dtype=np.uint64))
+    assert len(np.unique(_hash_pairs(*(each.ravel() for each in np.meshgrid(one, one))))) == 10**6
 
 
 def test_a_pair_is_kept_where_its_first_one_is() -> None:
     """Of pairs, as many as of their first ones; equal pairs are found, and pairs that share one number are not equal."""
     rng = np.random.default_rng(3)
-    first, second = (_mixed(rng.integers(0, 2**40, 50_000).astype(np.uint64)) for _ in range(2))
+    first, second = (_hash_keys(rng.integers(0, 2**40, 50_000).astype(np.uint64)) for _ in range(2))
     places = np.arange(50_000, dtype=np.uint32)
     single, pairs = _Keys(5000), _Keys(5000)
     single.add(first, places)
     pairs.add_pairs(first, second, places)
-    assert pairs.ties(0.0).count == 0
-    assert pairs.share == single.share < 1.0
-    single.ties(0.0)
-    assert pairs.kept == single.kept == np.count_nonzero(first < np.uint64(int(pairs.share * 2**64)))
+    assert pairs.count_ties(0.0).count == 0
+    assert pairs.fraction == single.fraction < 1.0
+    single.count_ties(0.0)
+    assert pairs.key_count == single.key_count == np.count_nonzero(first < np.uint64(int(pairs.fraction * 2**64)))
     pairs.add_pairs(first, second[::-1], places)
-    assert pairs.ties(0.0).count == 0
+    assert pairs.count_ties(0.0).count == 0
     pairs.add_pairs(first, second, places)
-    assert pairs.ties(0.0).count == np.count_nonzero(first < np.uint64(int(pairs.share * 2**64)))
+    assert pairs.count_ties(0.0).count == np.count_nonzero(first < np.uint64(int(pairs.fraction * 2**64)))
 
 
 def test_a_share_of_all_runs_keeps_few_keys_and_the_whole_the_same() -> None:
@@ -86,12 +86,16 @@ def test_a_share_of_all_runs_keeps_few_keys_and_the_whole_the_same() -> None:
     parts = [rng.integers(0, 2**24, 20_000) for _ in range(40)]
     whole, merged = gathered(20_000, *parts), _Keys(20_000)
     for part in parts:
-        keys = _Keys(20_000, share=1.0 / 40.0)
-        keys.add(_mixed(part.astype(np.uint64)), np.arange(20_000, dtype=np.uint32))
-        assert keys.kept <= 5000
+        keys = _Keys(20_000, fraction=1.0 / 40.0)
+        keys.add(_hash_keys(part.astype(np.uint64)), np.arange(20_000, dtype=np.uint32))
+        assert keys.key_count <= 5000
         merged.merge(keys)
-    assert merged.ties(2.0**-24).count == whole.ties(2.0**-24).count > 0
-    assert (merged.offered, merged.kept, merged.share) == (whole.offered, whole.kept, whole.share)
+    assert merged.count_ties(2.0**-24).count == whole.count_ties(2.0**-24).count > 0
+    assert (merged.offered_count, merged.key_count, merged.fraction) == (
+        whole.offered_count,
+        whole.key_count,
+        whole.fraction,
+    )
 
 
 def test_a_share_of_keys_keeps_the_same_share_of_repeats() -> None:
@@ -99,11 +103,11 @@ def test_a_share_of_keys_keeps_the_same_share_of_repeats() -> None:
     rng = np.random.default_rng(1)
     numbers = rng.choice(2**40, 200_000, replace=False)
     keys = gathered(30_000, *np.split(numbers, 10), numbers[:20_000])
-    assert keys.offered == 220_000
-    ties = keys.ties(0.0)
-    assert keys.kept <= 30_000
-    assert keys.share in {2.0**-k for k in range(2, 6)}
-    mean = 20_000 * keys.share
+    assert keys.offered_count == 220_000
+    ties = keys.count_ties(0.0)
+    assert keys.key_count <= 30_000
+    assert keys.fraction in {2.0**-k for k in range(2, 6)}
+    mean = 20_000 * keys.fraction
     assert abs(ties.count - mean) < 6.0 * np.sqrt(mean)
     assert ties.places is not None
     assert ties.places[0] % 20_000 == ties.places[1] % 20_000
@@ -117,25 +121,25 @@ def test_collections_unite_in_any_order() -> None:
         whole = _Keys(5000)
         for k in order:
             whole.merge(gathered(5000, parts[k]))
-        ties = whole.ties(2.0**-18)
-        counts.add((whole.offered, ties.count, ties.expected, whole.share))
+        ties = whole.count_ties(2.0**-18)
+        counts.add((whole.offered_count, ties.count, ties.expected, whole.fraction))
     assert len(counts) == 1
     one = gathered(5000, *parts)
-    assert one.ties(2.0**-18).count == counts.pop()[1]
+    assert one.count_ties(2.0**-18).count == counts.pop()[1]
 
 
 def test_one_key_over_and_over_stays_small() -> None:
     """Where its hash is in the share that is kept, some copies stay; where it is not, the first numbers have it."""
-    least = int(_mixed(np.arange(1000, dtype=np.uint64)).argmin())
+    least = int(_hash_keys(np.arange(1000, dtype=np.uint64)).argmin())
     parts = [np.full(5000, least)] * 8
     keys = gathered(1000, *parts, np.arange(20_000))
-    assert keys.ties(2.0**-40).count >= MAX_COPIES * (MAX_COPIES - 1) // 2
-    assert keys.kept <= 1000
-    first = _Keys(100, first=True)
+    assert keys.count_ties(2.0**-40).count >= MAX_COPIES * (MAX_COPIES - 1) // 2
+    assert keys.key_count <= 1000
+    first = _Keys(100, first_only=True)
     for part in parts:
-        first.add(_mixed(part.astype(np.uint64)), np.zeros(5000, np.uint32))
-    assert first.ties(2.0**-40).count == 100 * 99 // 2
-    assert first.offered == first.kept == 100
+        first.add(_hash_keys(part.astype(np.uint64)), np.zeros(5000, np.uint32))
+    assert first.count_ties(2.0**-40).count == 100 * 99 // 2
+    assert first.offered_count == first.key_count == 100
 
 
 def test_one_size_that_is_said_often_is_found_among_many_numbers() -> None:
@@ -153,21 +157,21 @@ def test_one_size_that_is_said_often_is_found_among_many_numbers() -> None:
 def test_ties_expected_of_numbers_pairs_and_streams() -> None:
     def expected(numbers: int, chance: float) -> float:
         keys = _Keys(10)
-        keys.offered = numbers
-        return keys.ties(chance).expected
+        keys.offered_count = numbers
+        return keys.count_ties(chance).expected
 
     assert expected(27_200, SIZE_TIE_PROBABILITY / 2.0) == pytest.approx(0.0054, abs=5e-5)
     assert expected(10**6, SIZE_TIE_PROBABILITY / 2.0) == pytest.approx(7.28, abs=5e-3)
     assert expected(10**6, SIZE_TIE_PROBABILITY**2) < 1e-7  # a hash of 63 bits rules, 2^-72 would be 1e-10
-    assert expected(10**6, LARGEST_PAIR_TIE_PROBABILITY) < 1e-7
+    assert expected(10**6, TOP_PAIR_TIE_PROBABILITY) < 1e-7
     assert special.pdtr(0, 500 * 499 / 2 / 50_000) == pytest.approx(0.0825, abs=1e-4)
 
 
 def test_ties_are_judged_on_one_side_or_on_both() -> None:
     assert _Ties(1, 1e-10, (0, 1)).p_value == pytest.approx(1e-10)
     assert _Ties(0, 30.0, None).p_value == 1.0
-    assert _Ties(0, 30.0, None).two_sided == pytest.approx(2.0 * np.exp(-30.0))
-    assert _Ties(30, 30.0, (0, 1)).two_sided > 0.9
+    assert _Ties(0, 30.0, None).two_sided_p_value == pytest.approx(2.0 * np.exp(-30.0))
+    assert _Ties(30, 30.0, (0, 1)).two_sided_p_value > 0.9
 
 
 # ---- runs add up -----------------------------------------------------------------------------------------------------
@@ -326,7 +330,7 @@ def test_a_copy_in_another_scale_is_found_and_one_in_the_same_units_is() -> None
     )
     tests = examined(block_of(as_it_is, scale=scale))
     assert {"ties", "pair ties"} <= refuted(tests)
-    assert tests["pair ties"].location.startswith("pairs as they are")
+    assert tests["pair ties"].location.startswith("unscaled pairs")
 
 
 def test_one_number_said_again_in_the_next_run_is_found() -> None:

@@ -134,8 +134,8 @@ def test_coarse_messages_show_without_their_centre() -> None:
     noise = discrete_laplace(rng, MID)
     sent = rounded(centre + noise, 24)
     found = refuted(block_of(sent - centre, centre=centre))
-    assert {"said bits", "said trailing zeros", "said low bytes"} <= found
-    assert "said bits" not in refuted(block_of(noise >> 8 << 8, centre=centre))
+    assert {"sent bits", "sent trailing zeros", "sent low bytes"} <= found
+    assert "sent bits" not in refuted(block_of(noise >> 8 << 8, centre=centre))
 
 
 def test_off_the_lattice_is_certain() -> None:
@@ -181,7 +181,7 @@ def test_a_lost_bit_is_not_held_against_anyone() -> None:
     noise, centre = 2 * discrete_laplace(rng, MID), 2 * rng.integers(-(2**43), 2**43, (5, 16, 1, 17))
     assert refuted(block_of(noise, centre=centre, lost=1)) == set()
     assert refuted(block_of(noise + rng.integers(0, 2, MID), centre=centre, lost=1)) == set()
-    assert {"bits", "trailing zeros", "said bits"} <= refuted(block_of(2 * noise, centre=2 * centre, lost=1))
+    assert {"bits", "trailing zeros", "sent bits"} <= refuted(block_of(2 * noise, centre=2 * centre, lost=1))
 
 
 def test_a_replay_that_is_one_off_alarms_nothing() -> None:
@@ -231,7 +231,7 @@ def test_primary_tests_are_of_all_numbers() -> None:
     tests = judged(noise_block(np.random.default_rng(12), MID))
     assert {name for name, test in tests.items() if test.is_primary} == {
         "bits",
-        "said bits",
+        "sent bits",
         "trailing zeros",
         "mantissas",
     }

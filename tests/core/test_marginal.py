@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sottovoce_core.arrays import IntArray
-from sottovoce_core.auditing.conformance.marginal import Marginal, _maximum
+from sottovoce_core.auditing.conformance.marginal import Marginal, _compute_maximum_p_value
 from sottovoce_core.auditing.conformance.p_values import compute_gamma_p_value
 from sottovoce_core.noise import lattice_spacing
 from tests import blocks
@@ -53,12 +53,12 @@ def test_a_scale_is_judged_by_its_exact_law(mean: float, count: int, p_value: fl
 
 @pytest.mark.parametrize(("size", "count", "p_value"), [(6.5, 20_000, 1.71e-13), (7.0, 5_000, 0.0209)])
 def test_the_largest_number_is_judged_by_its_exact_law(size: float, count: int, p_value: float) -> None:
-    assert _maximum(size, count) == pytest.approx(p_value, rel=3e-3)
+    assert _compute_maximum_p_value(size, count) == pytest.approx(p_value, rel=3e-3)
 
 
 def test_the_largest_number_may_be_too_large_or_zero() -> None:
-    assert _maximum(40.0, 100) == pytest.approx(200 * math.exp(-40.0))
-    assert _maximum(0.0, 5) == 0.0
+    assert _compute_maximum_p_value(40.0, 100) == pytest.approx(200 * math.exp(-40.0))
+    assert _compute_maximum_p_value(0.0, 5) == 0.0
 
 
 def test_counts_are_those_of_the_numbers() -> None:
@@ -71,7 +71,7 @@ def test_counts_are_those_of_the_numbers() -> None:
     uniform = np.sort(np.where(block.values > 0, 1 - block.tail / 2, block.tail / 2).reshape(-1))
     steps = np.arange(len(uniform) + 1) / len(uniform)
     distance = max((steps[1:] - uniform).max(), (uniform - steps[:-1]).max())
-    assert distance - 1 / 128 <= tests["law"].statistic <= distance  # seen at the edges of bins
+    assert distance - 1 / 128 <= tests["distribution"].statistic <= distance  # seen at the edges of bins
     j = round(float(tests["tails"].location.split()[-1]) / math.log(2.0))
     assert tests["tails"].statistic == pytest.approx((sizes > j * math.log(2.0)).mean())
     j = int(tests["near zero"].location[3:])

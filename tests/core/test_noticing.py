@@ -16,7 +16,7 @@ from sottovoce_core.auditing.online_checks import (
     Detection,
     ExpectedTraffic,
     OnlineChecks,
-    _off_lattice,
+    _is_off_lattice,
 )
 from sottovoce_core.noise import SeededNoise, lattice_spacing
 from sottovoce_core.noise.mechanisms import field_lattice_spacing
@@ -35,7 +35,7 @@ STEP = 0.25
 
 def said(t: int, value: float = 1.0, *, to: int = 1, sender: int = 0, stream: int = 1, **more: Any) -> CapturedMessage:
     fields = {"y": np.array([value, 2.0])}
-    usual: dict[str, Any] = {"claimed": sender, "digest": f"{t} {value}".encode(), "size": 40, "fields": fields}
+    usual: dict[str, Any] = {"claimed_sender": sender, "digest": f"{t} {value}".encode(), "size": 40, "fields": fields}
     return CapturedMessage(sender=sender, receiver=to, stream=stream, round=t, **{**usual, **more})
 
 
@@ -65,14 +65,14 @@ def test_different_bytes_to_different_neighbours() -> None:
     noticing.check_message(said(0))
     found = noticing.check_message(said(0, 2.0, to=2))
     assert rules(found) == ["equivocation"]
-    assert found[0].text == "learner 0 to learner 2, round 0: other bytes than learner 1 heard"
+    assert found[0].text == "learner 0 to learner 2, round 0: other bytes than learner 1 received"
 
 
 def test_a_round_said_again_in_other_bytes() -> None:
     noticing = expecting()
     noticing.check_message(said(0))
     noticing.open_stream(0, 1, 2, 0)
-    assert rules(noticing.check_message(said(0, 2.0, stream=2))) == ["again"]
+    assert rules(noticing.check_message(said(0, 2.0, stream=2))) == ["changed-resend"]
 
 
 def test_a_value_off_the_lattice_is_named() -> None:
@@ -100,13 +100,13 @@ def test_an_unusual_length() -> None:
 def test_a_message_out_of_turn(rounds: tuple[int, ...], out_of_turn: list[int]) -> None:
     noticing = expecting()
     found = [each for t in rounds for each in noticing.check_message(said(t))]
-    assert [(each.kind, each.round) for each in found] == [("turn", t) for t in out_of_turn]
+    assert [(each.kind, each.round) for each in found] == [("round", t) for t in out_of_turn]
 
 
 def test_a_stream_begins_with_what_was_lacking() -> None:
     noticing = expecting()
     noticing.open_stream(0, 1, 4, 7)
-    assert rules(noticing.check_message(said(8, stream=4))) == ["turn"]
+    assert rules(noticing.check_message(said(8, stream=4))) == ["round"]
     noticing.open_stream(0, 1, 5, 7)
     assert noticing.check_message(said(7, stream=5)) == ()
 
@@ -114,12 +114,12 @@ def test_a_stream_begins_with_what_was_lacking() -> None:
 def test_a_network_that_changes_says_which_round_is_due() -> None:
     even = OnlineChecks(ExpectedTraffic(next_due_round=lambda sender, receiver, t: t + t % 2 if t < 6 else None))
     even.open_stream(0, 1, 1, 1)
-    assert [rules(even.check_message(said(t))) for t in (2, 4, 5, 6)] == [[], [], ["turn"], ["turn"]]
+    assert [rules(even.check_message(said(t))) for t in (2, 4, 5, 6)] == [[], [], ["round"], ["round"]]
 
 
 def test_what_is_not_known_of_a_network_is_not_held_against_anybody() -> None:
     unknown = OnlineChecks(ExpectedTraffic())
-    assert [rules(unknown.check_message(said(t))) for t in (0, 4, 3)] == [[], [], ["turn"]]
+    assert [rules(unknown.check_message(said(t))) for t in (0, 4, 3)] == [[], [], ["round"]]
 
 
 def test_mirrored_messages_have_no_turn() -> None:
@@ -129,7 +129,7 @@ def test_mirrored_messages_have_no_turn() -> None:
 
 def test_somebody_else_and_nobody_at_all() -> None:
     noticing = expecting()
-    assert rules(noticing.check_message(said(0, claimed=3))) == ["impostor"]
+    assert rules(noticing.check_message(said(0, claimed_sender=3))) == ["sender"]
     assert rules(noticing.report_undecodable(0, 1, 1, "no message")) == ["decoding"]
     assert noticing.check_message(said(2)) == ()  # the garbled one may have been any round
 
@@ -147,8 +147,8 @@ def test_memory_is_bounded_whatever_comes() -> None:
 
 def test_on_the_lattice_is_exact() -> None:
     values = np.array([0.0, -0.75, 1e300, 5.1, np.nextafter(0.25, 1), 2.0**52 + 0.5])
-    assert _off_lattice(values, 0.25).tolist() == [False, False, False, True, True, False]
-    assert not _off_lattice(np.array([1e100]), 1e-300).any()  # so large that it overflows
+    assert _is_off_lattice(values, 0.25).tolist() == [False, False, False, True, True, False]
+    assert not _is_off_lattice(np.array([1e100]), 1e-300).any()  # so large that it overflows
 
 
 def test_a_scale_next_to_a_power_of_two_has_the_finer_lattice() -> None:

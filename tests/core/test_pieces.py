@@ -13,8 +13,8 @@ from sottovoce_core.auditing.bounds import AlphaAllocation
 from sottovoce_core.auditing.conformance import block as blocks
 from sottovoce_core.auditing.conformance.battery import CONFORMANCE_TESTS, Battery, examine_noise
 from sottovoce_core.auditing.conformance.block import Block, ConformanceTest
-from sottovoce_core.auditing.conformance.lattice import _counted, _length, _trailing
-from sottovoce_core.auditing.conformance.regressors import _Noise
+from sottovoce_core.auditing.conformance.lattice import _count_bits, _count_bytes, _count_trailing_zeros
+from sottovoce_core.auditing.conformance.regressors import _BlockNoise
 from sottovoce_core.auditing.conformance.residuals import UNKNOWN_VALUES, Residuals, Schedule, compute_residuals
 from sottovoce_core.auditing.worlds import Worlds
 from sottovoce_core.auditing.worst_case_search import list_replacements
@@ -81,15 +81,15 @@ def test_pieces_are_all_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bits_are_counted_as_one_by_one() -> None:
     rng = np.random.default_rng(2)
     words = np.concatenate([rng.integers(-(2**53), 2**53, 3000), rng.integers(-9, 9, 100), [0, -1, 2**52, -(2**52)]])
-    counted = _counted(words)
+    counted = _count_bytes(words)
     for k, start in enumerate((0, 4, 8, 12, 16, 20, 24, 32)):
         expected = np.zeros(256, np.int64)
         for word in words.tolist():
             expected[word >> start & 255] += 1
         np.testing.assert_array_equal(counted[k], expected)
     plain = [(word if word >= 0 else -1 - word).bit_length() for word in words.tolist()]
-    assert _length(words).tolist() == plain
-    assert _trailing(words).tolist() == [(w & -w).bit_length() - 1 if w else 64 for w in words.tolist()]
+    assert _count_bits(words).tolist() == plain
+    assert _count_trailing_zeros(words).tolist() == [(w & -w).bit_length() - 1 if w else 64 for w in words.tolist()]
 
 
 # ---- regressors ------------------------------------------------------------------------------------------------------
@@ -99,9 +99,9 @@ def test_bits_are_counted_as_one_by_one() -> None:
 def test_what_is_the_same_in_all_runs_is_summed_as_if_it_were_not(heard: float) -> None:
     rng = np.random.default_rng(3)
     shape = (3, 5, 6, 4)
-    noise = _Noise(block_of(discrete_laplace(rng, shape), known=rng.random((*shape[:3], 1)) < heard))
+    noise = _BlockNoise(block_of(discrete_laplace(rng, shape), known=rng.random((*shape[:3], 1)) < heard))
     for same in (rng.normal(size=(3, 5, 1, 4)), np.arange(5.0)[None, :, None, None], np.full((1, 1, 1, 1), np.nan)):
-        once, each = noise.against(same), noise.against(np.broadcast_to(same, shape).copy())
+        once, each = noise.sum_against(same), noise.sum_against(np.broadcast_to(same, shape).copy())
         np.testing.assert_allclose(once.signed, each.signed, rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(once.square, each.square, rtol=1e-12, atol=1e-12)
         assert once.sized == pytest.approx(each.sized, abs=1e-9)
@@ -112,10 +112,10 @@ def test_what_is_the_same_in_all_runs_is_summed_as_if_it_were_not(heard: float) 
 def test_all_learners_on_anothers_past_is_each_of_them_on_it(heard: float) -> None:
     rng = np.random.default_rng(4)
     shape = (3, 5, 6, 4)
-    noise = _Noise(block_of(discrete_laplace(rng, shape), known=rng.random((*shape[:3], 1)) < heard))
+    noise = _BlockNoise(block_of(discrete_laplace(rng, shape), known=rng.random((*shape[:3], 1)) < heard))
     values = rng.normal(size=shape) * 10.0 ** rng.integers(-2, 3, shape)
-    for j, sums in enumerate(noise.against_others(values)):
-        one = noise.against(np.broadcast_to(values[j : j + 1], (1, *shape[1:])))
+    for j, sums in enumerate(noise.sum_against_others(values)):
+        one = noise.sum_against(np.broadcast_to(values[j : j + 1], (1, *shape[1:])))
         np.testing.assert_allclose(sums.signed[:, 0], one.signed.sum(axis=1), rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(sums.square[:, 0], one.square.sum(axis=1), rtol=1e-9)
 

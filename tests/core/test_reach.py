@@ -34,7 +34,7 @@ def within_reach(plan: AuditPlan, numbers: int, losses: FloatArray = NOTHING, *,
 
 def least(plan: AuditPlan, numbers: int) -> dict[str, float]:
     return {
-        each.text.split(" by ")[0].split(" up ")[0]: each.size
+        each.text.split(" by ")[0].split(" up ")[0]: each.min_effect
         for each in within_reach(plan, numbers).detectable_effects
     }
 

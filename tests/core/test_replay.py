@@ -380,6 +380,6 @@ def test_a_record_without_another_one_has_no_swap() -> None:
     data = made_up(run.spec)
     own = data.learners[0]
     alone = data.with_learner(0, replace(own, features=np.zeros_like(own.features), labels=np.ones_like(own.labels)))
-    with pytest.raises(DataError, match="Krankenhaus Süd must have a record to swap, and has none"):
+    with pytest.raises(DataError, match="must have a record, but Krankenhaus Süd has none"):
         list_replacements(data.with_learner(0, replace(own, order=own.order[:0])), 0, names=["Krankenhaus Süd"])
     assert list_replacements(alone, 0) == [] and compute_worst_losses(run, overheard(run, alone, 5), alone, 0) is None

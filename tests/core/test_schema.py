@@ -864,7 +864,7 @@ def test_canaries_are_records_that_the_schema_allows(adult: Callable[..., DataSp
     Path(data["source"]).write_text("x,y\na,a\na,b\na,a\na,b\n", encoding="utf-8")
     spec = {"rounds": 5, "learners": 1, "algorithm": "ldp-dol", "data": {**data, "schema": only}}
     prepared = prepare(parse_spec(spec, allow_imports=False))
-    with pytest.raises(SpecError, match=r"two different records, and data\.schema allows one only"):
+    with pytest.raises(SpecError, match=r"two different records, but data\.schema allows one only"):
         draw_canaries(prepared.run, prepared.data, 1, np.random.default_rng(0))
 
 

@@ -10,9 +10,9 @@ import pytest
 from scipy import special
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.online.bets import _detected, _Scale, mix_e_values
+from sottovoce_core.auditing.online.bets import _Scale, _update_detector, mix_e_values
 from sottovoce_core.auditing.online.canaries import EpsilonBound
-from sottovoce_core.auditing.online.watch import _e_bh
+from sottovoce_core.auditing.online.watch import _select_by_e_bh
 
 ALARM = math.log(1e3)
 """At alpha = 0.001."""
@@ -125,7 +125,7 @@ def test_the_detector_finds_what_breaks_in_the_middle() -> None:
     generator, detector, bet, alarm = np.random.default_rng(5), np.array(-np.inf), _Scale(), None
     for t in range(310):
         sizes = np.abs(generator.laplace(size=100)) * (0.5 if t >= 300 else 1.0)
-        detector = _detected(detector, bet.e(np.array([sizes.sum(), 100.0])))
+        detector = _update_detector(detector, bet.compute_log_e_value(np.array([sizes.sum(), 100.0])))
         if alarm is None and detector >= math.log(1e6):
             alarm = t
     assert alarm is not None
@@ -136,21 +136,21 @@ def test_the_detector_adds_up_and_seldom_alarms_falsely() -> None:
     """`R_t = (R_{t-1} + 1) e_t`. The mean time to `R >= 20` is at least 20: 200 runs, four standard errors."""
     detector = np.array(-np.inf)
     for e_value in np.log([2.0, 0.5, 3.0]):
-        detector = _detected(detector, e_value)
+        detector = _update_detector(detector, e_value)
     assert detector == pytest.approx(math.log(((2.0 + 1.0) * 0.5 + 1.0) * 3.0))
 
     generator, side_by_side = np.random.default_rng(6), np.full(200, -np.inf)
     lengths = np.full(200, 1001)
     for t in range(1, 1001):
-        side_by_side = _detected(side_by_side, np.log1p(0.5 * generator.choice([-1.0, 1.0], size=200)))
+        side_by_side = _update_detector(side_by_side, np.log1p(0.5 * generator.choice([-1.0, 1.0], size=200)))
         lengths[(side_by_side >= math.log(20)) & (lengths > 1000)] = t
     assert np.mean(lengths) >= 20.0 - 4.0 * np.std(lengths) / math.sqrt(200)
 
 
 def test_e_bh_names_the_culprits() -> None:
     """Of n claims the k largest, for the largest k whose k-th e-value is at least `n / (k alpha)`."""
-    assert _e_bh(np.log([1.0, 60.0, 2.0, 45.0]).tolist(), 0.05) == (1, 3)
-    assert _e_bh(np.log([1.0, 60.0, 2.0, 35.0]).tolist(), 0.05) == ()
-    assert _e_bh(np.log([1.0, 90.0, 2.0, 35.0]).tolist(), 0.05) == (1,)
-    assert _e_bh(np.log([30.0, 30.0, 30.0, 30.0]).tolist(), 0.05) == (0, 1, 2, 3)
-    assert _e_bh([], 0.05) == ()
+    assert _select_by_e_bh(np.log([1.0, 60.0, 2.0, 45.0]).tolist(), 0.05) == (1, 3)
+    assert _select_by_e_bh(np.log([1.0, 60.0, 2.0, 35.0]).tolist(), 0.05) == ()
+    assert _select_by_e_bh(np.log([1.0, 90.0, 2.0, 35.0]).tolist(), 0.05) == (1,)
+    assert _select_by_e_bh(np.log([30.0, 30.0, 30.0, 30.0]).tolist(), 0.05) == (0, 1, 2, 3)
+    assert _select_by_e_bh([], 0.05) == ()

@@ -141,7 +141,9 @@ def test_signs_that_are_a_bit_as_deep_as_the_reach_says_are_found() -> None:
     plan = plan_audit(run, made_up(run.spec, SETUPS["ldp-dol"].n_features), 1, runs=400, confidence=0.99)
     rng, found = np.random.default_rng(18), 0
     [depth] = [
-        int(each.size) for each in within_reach(plan, 7_680).detectable_effects if each.text.startswith("signs that")
+        int(each.min_effect)
+        for each in within_reach(plan, 7_680).detectable_effects
+        if each.text.startswith("signs that")
     ]
     assert 46 <= depth <= 50
     for _ in range(16):

@@ -110,7 +110,10 @@ def test_false_alarms_are_as_rare_as_stated() -> None:
         for k, (watch, messages) in enumerate(zip(watches, replicas, strict=True)):
             if watch.take(t, messages):
                 alarmed[0.05].add(k)
-            if watch.log_e_value >= watch.log_threshold + more or watch.change_log_e_value >= watch.change_log_threshold + more:
+            if (
+                watch.log_e_value >= watch.log_threshold + more
+                or watch.change_log_e_value >= watch.change_log_threshold + more
+            ):
                 alarmed[0.001].add(k)
     for alpha, most in ((0.05, 21), (0.001, 3)):
         assert stats.binom.sf(most, len(watches), alpha) < 1e-3

@@ -161,7 +161,7 @@ def test_broken_services_have_tables_of_their_own(monkeypatch: pytest.MonkeyPatc
 
 def test_what_a_foreign_service_says_again_is_found() -> None:
     found = measure_foreign_power(CALLED["repeated"], run_counts=(24,), audits=1)
-    assert (found.runs_needed, found.found_by) == (24, "said again")
+    assert (found.runs_needed, found.found_by) == (24, "repetition")
 
 
 @pytest.mark.slow

@@ -64,13 +64,13 @@ def test_nothing_is_noticed_where_all_is_right() -> None:
 @pytest.mark.parametrize(
     ("more", "wanted"),
     [
-        ([row(clean(3, 0, 1.0), 0, 1, stream=2)], ["again"]),
-        ([row(clean(3, 1), 0, 1, stream=2)], ["impostor", "again"]),
+        ([row(clean(3, 0, 1.0), 0, 1, stream=2)], ["changed-resend"]),
+        ([row(clean(3, 1), 0, 1, stream=2)], ["sender", "changed-resend"]),
         ([row(b"\xff", 0, 1)], ["decoding"]),
-        ([row(frame(6, 0), 0, 1)], ["turn"]),  # there are but six rounds
-        ([row(clean(2, 0), 0, 1)], ["turn"]),
+        ([row(frame(6, 0), 0, 1)], ["round"]),  # there are but six rounds
+        ([row(clean(2, 0), 0, 1)], ["round"]),
         ([row(clean(3, 7), 7, 1, stream=2)], []),  # its index is beyond the run: its own words stand alone
-        ([opening(1, 0, 2, 4), row(clean(3, 0), 0, 1, stream=2)], ["turn"]),
+        ([opening(1, 0, 2, 4), row(clean(3, 0), 0, 1, stream=2)], ["round"]),
         ([opening(1, 0, 2, 3), row(clean(3, 0), 0, 1, stream=2)], []),
         ([opening(1, 0, 2, 3, learner=2)], ["decoding"]),
         ([opening(1, 0, 2, 3, fields=to_fields({"z": (3,)}))], ["decoding"]),
@@ -78,7 +78,7 @@ def test_nothing_is_noticed_where_all_is_right() -> None:
         ([row(hello(0), 0, 1)], ["decoding"]),  # in the middle of a stream
         ([row(encode_round(6, 0, Message({"y": np.zeros(4)})), 0, 1)], ["decoding"]),  # of another length
         ([row(b"\x00", 0, 1, method="/grpc.health.v1.Health/Check")], []),
-        ([row(clean(5, 0)[:-1] + b"\x50", 0, 1, stream=0)], ["again"]),  # a number so large that it is on the lattice
+        ([row(clean(5, 0)[:-1] + b"\x50", 0, 1, stream=0)], ["changed-resend"]),  # a number so large that it is on the lattice
     ],
 )
 def test_what_must_never_happen_is_noticed(more: list[CaptureRow], wanted: list[str]) -> None:
@@ -119,7 +119,7 @@ def test_what_an_eavesdropper_before_recorded_is_remembered() -> None:
         found.remember_round(0, 1, t, clean(t, 0))
     marked = found.check_rows([row(clean(4, 0), 0, 1, stream=3), row(clean(5, 0, 1.0), 0, 1, stream=3)])
     assert [each.is_repeat for each in marked] == [True, False]
-    assert [each.kind for each in found.first_detections] == ["again"]
+    assert [each.kind for each in found.first_detections] == ["changed-resend"]
 
 
 def test_every_neighbour_hears_the_same() -> None:

@@ -42,7 +42,7 @@ from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.privacy.guarantee import ThreatModel
 
-_COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
+_COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "no-claim": "yellow"}
 _MIN_TABLE_COLUMNS = 80
 """Minimum width of a terminal, in columns, for the table of an audit."""
 _MAX_SHOWN_EVIDENCE = 6

@@ -127,7 +127,7 @@ def _build_page(done: ForeignAudit, reading: ForeignRuns, request: ForeignReques
     found = done.findings
     kinds = {
         test: [str(anomaly) for anomaly in done.anomalies if anomaly.test == test]
-        for test in ("said again", "equivocation")
+        for test in ("repetition", "equivocation")
     }
     values: dict[str, Any] = {
         "done": done,
@@ -320,7 +320,7 @@ def _list_rows(done: ForeignAudit, reading: ForeignRuns, request: ForeignRequest
         for bound in bounds:
             _, subject, result, bound_text, claim = format_guess_row(bound)
             yield family, subject, result, bound_text, claim if math.isfinite(bound.claim) else MISSING_VALUE
-    tests = {"said again": "numbers or messages repeated", "equivocation": "one sender, one round, other bytes"}
+    tests = {"repetition": "numbers or messages repeated", "equivocation": "one sender, one round, other bytes"}
     for test, subject in tests.items():
         yield (
             test,

@@ -203,7 +203,7 @@ def _summarise_families(found: Findings) -> dict[str, Any]:
         "black_box": found.select_family("black box"),
     }
     kinds: dict[str, str] = {name: decide(each).kind for name, each in families.items()}
-    if kinds["conformance"] == "unpromised":
+    if kinds["conformance"] == "no-claim":
         kinds["conformance"] = "consistent"
     tried = [bound for bound in families["black_box"].bounds if bound.view]
     return {

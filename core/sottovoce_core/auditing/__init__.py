@@ -1,1 +1,1 @@
-"""The empirical audit: does what a learner says keep the privacy that was promised for it?"""
+"""Empirical audit: tests whether a learner's messages keep the promised privacy."""

@@ -1,7 +1,7 @@
-"""An audit: two worlds, many runs of each, three families of tests, one verdict.
+"""Audit of one learner: two worlds, many runs of each, three families of tests, one verdict.
 
-The runs come from the simulator, from real services or from captures. What is kept of them is small, so that they may be many,
-and are made and examined side by side.
+The runs come from the simulator, from real services or from captures. Only small statistics of each run are kept, so that
+there may be many runs, simulated and examined in parallel.
 """
 
 from __future__ import annotations
@@ -65,38 +65,39 @@ if TYPE_CHECKING:
     from sottovoce_core.auditing.conformance.battery import Battery
 
 _MAX_SWEEP_NUMBERS, _MAX_SWEEP_RUNS = 2**21, 20
-"""Of the runs in which the exact losses of all learners are looked at: numbers, and runs, at most, but at least one run."""
+"""Maximum number of numbers, and of runs, for which the exact losses of all learners are computed; at least one run."""
 
 _MAX_SWEEP_LEARNERS = 32
-"""Learners, at most, whose exact losses are looked at beside the audited one's."""
+"""Maximum number of learners for which the exact losses of all learners are computed."""
 
 MAX_CHUNK_RUNS = 2500
-"""Runs in a share, at most, so that shares can be made side by side."""
+"""Maximum number of runs in a chunk, so that chunks can be made in parallel."""
 
-_MADE, _MADE_OF_LOSSES = 0.1, 0.6
-"""What share of the time of some runs their simulation takes, about: where their noise is examined, and where it is not."""
+_SIMULATION_FRACTION, _SIMULATION_FRACTION_LOSSES_ONLY = 0.1, 0.6
+"""Approximate fraction of the time of a chunk spent on simulation: where its noise is examined, and where it is not."""
 
 ChunkTask = Callable[[RunChunk], "ChunkStatistics"]
 Mapper = Callable[[ChunkTask, Sequence[RunChunk]], Iterable["ChunkStatistics"]]
-"""How shares are worked on: one after the other, as `map`, or side by side; in order."""
+"""Function that maps a task over chunks: in sequence, as `map`, or in parallel; results in order."""
 CoinSource = Literal["seed", "operating system", "not known", "none"]
-"""What chose the world of every run; none: all are of one world."""
+"""Source of the coin that chose the world of every run; none: all runs are of one world."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkStatistics:
-    """What is kept of some runs of one world.
+    """Statistics of the runs of one chunk.
 
     Attributes:
         world: 0 or 1.
-        seen: `(runs, rounds seen, numbers)` by the black box.
-        channel: what else crossed the wire, of every run, by view; empty where nothing else did.
-        ratios: exact losses; None where the listener does not hear enough.
-        apart: single rounds' losses; None where rounds cannot be drawn anew.
-        noise: what conformance keeps of the noise of all learners; None where the listener hears no message.
-        pair: of worlds, by its place in `AuditPlan.pairs`.
-        private: `(runs, quantities)` how much the worlds differ in what the learner keeps to itself (`private`); None where
-            nothing else crossed the wire that could tell it, or where the listener does not hear enough.
+        visible_numbers: `(runs, visible rounds, numbers)` input of the black box.
+        channel_features: features of other traffic of every run, by view; empty if there is none.
+        run_losses: exact losses; None if the adversary's view is too small.
+        round_losses: losses of single rounds; None if rounds cannot be redrawn.
+        noise: conformance statistics of the noise of all learners; None if the adversary sees no message.
+        pair_index: index of the pair of worlds in `AuditPlan.pairs`.
+        private_differences: `(runs, quantities)` differences of the private quantities between the worlds
+            (`compute_private_differences`); None if no other traffic could reveal them, or if the adversary's view is too
+            small.
     """
 
     world: int
@@ -111,15 +112,15 @@ class ChunkStatistics:
 
 @dataclass(frozen=True, slots=True)
 class LearnerLoss:
-    """Exact losses of one learner in a few runs, for the swap among those tried that they tell apart best.
+    """Exact losses of one learner in a few runs, for the most revealing of the replacements tried.
 
-    That is seen in hindsight, so it is hardly the swap of the audit: of the audited learner there are two losses.
+    It is chosen in hindsight, so it usually differs from the replacement of the audit: the audited learner has two losses.
 
     Attributes:
         learner: its index.
-        swap: which, in words.
-        claim: epsilon for the swap.
-        largest: the largest absolute loss of any run by any round.
+        replacement: replacement in words.
+        claim: epsilon for the replacement.
+        largest_loss: largest absolute loss of any run at any round.
     """
 
     learner: int
@@ -130,27 +131,29 @@ class LearnerLoss:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What was audited, and what came of it.
+    """Subject and results of an audit.
 
     Attributes:
-        plan: what was audited.
-        source: where the runs came from, in words.
-        shown: exact losses of all runs; None where the listener does not hear enough.
-        worlds: `(runs,)` of each run, in order.
-        seen: `(runs, rounds seen, numbers)` by the black box.
-        views: what the classifiers could look at, and how many of its numbers are not the same in all runs.
-        about: the learner whose promise the verdict is about: the one of the swap, or one whose noise alone refutes it. None:
-            the noise of several does, or that of all together.
-        noise: some of this learner's noise, or of all, standardised: independent standard Laplace numbers if all is well.
-        numbers: of noise, of all learners, that conformance looked at.
-        learners: exact losses of all learners in a few runs.
-        twins: two runs that differ in the record alone.
-        found: what the tests found.
-        verdict: what may be said.
-        captures: SHA-256 of every capture that was read, by name; none where runs were simulated.
-        coins: what chose the world of every run.
-        provisos: what must be known of the runs besides to judge the verdict, a sentence each.
-        unproven: why captures do not prove what their learners said, in a few words; empty: they do, or runs were made here.
+        plan: plan of the audit.
+        source: origin of the runs, in words.
+        run_losses: exact losses of all runs; None if the adversary's view is too small.
+        run_worlds: `(runs,)` world of each run, in order.
+        visible_numbers: `(runs, visible rounds, numbers)` input of the black box.
+        varying_counts: number of features that vary between runs, by view.
+        verdict_learner: learner whose claim the verdict is about: the one with the replaced record, or one whose noise alone
+            refutes it. None: the noise of several does, or that of all together.
+        noise: sample of this learner's noise, or of all, standardised: independent standard Laplace numbers if the claim
+            holds.
+        noise_count: number of noise values of all learners that conformance examined.
+        learner_losses: exact losses of all learners in a few runs.
+        coupled_runs: two runs that differ only in the record.
+        findings: results of the tests.
+        verdict: conclusion.
+        captures: SHA-256 of every capture read, by name; empty for simulated runs.
+        coin_source: source of the world of every run.
+        assumptions: further facts about the runs on which the verdict depends, a sentence each.
+        unproven_reason: reason why the captures do not prove the messages of their learners, in a few words; empty: they do,
+            or the runs were made here.
     """
 
     plan: AuditPlan
@@ -173,12 +176,12 @@ class Audit:
 
     @property
     def black_box_claim(self) -> float:
-        """The claim that the black box is held against."""
-        return _claim_seen(self.plan, self.varying_counts)
+        """Claim with which the black box is compared."""
+        return _select_black_box_claim(self.plan, self.varying_counts)
 
     @property
     def largest_loss(self) -> float:
-        """The largest exact loss of any transcript; not-a-number where it is not known."""
+        """Largest exact loss of any transcript; not-a-number if it is not known."""
         return float("nan") if self.run_losses is None else float(self.run_losses.largest_losses.max())
 
 
@@ -188,73 +191,91 @@ class Audit:
 def compute_chunk_statistics(
     plan: AuditPlan,
     part: RecordedRuns,
-    pair: int = 0,
-    single: RoundLosses | None = None,
-    tell: ProgressCallback = discard_progress,
+    pair_index: int = 0,
+    round_losses: RoundLosses | None = None,
+    on_progress: ProgressCallback = discard_progress,
     *,
     losses_only: bool = False,
 ) -> ChunkStatistics:
-    """Keep what the tests need of some runs.
+    """Compute the statistics that the tests need of some runs.
 
     Args:
-        plan: the audit, of all pairs of worlds.
-        part: what was heard of these runs, which live in one world.
-        pair: of worlds, by its place in the plan.
-        single: losses of single rounds, where these were drawn anew.
-        tell: is told how far it is, in what takes long.
-        losses_alone: their noise is not examined.
+        plan: plan with all pairs of worlds.
+        part: recorded runs of one world.
+        pair_index: index of the pair of worlds in the plan.
+        round_losses: losses of single rounds, if these were redrawn.
+        on_progress: receives the progress of slow steps.
+        losses_only: do not examine the noise.
     """
-    plan = plan.pairs[pair]
-    run, hears, transcript = plan.run, plan.adversary, part.transcript
+    plan = plan.pairs[pair_index]
+    run, adversary, transcript = plan.run, plan.adversary, part.transcript
     noise = None
-    if not losses_only and hears.threat is not ThreatModel.OUTPUT:
-        from sottovoce_core.auditing.conformance.battery import examine_noise  # it needs scipy from the start
+    if not losses_only and adversary.threat is not ThreatModel.OUTPUT:
+        from sottovoce_core.auditing.conformance.battery import examine_noise  # imports scipy
 
-        close = math.ceil(plan.dependence_fraction * transcript.replicas)
-        share = min(1.0, transcript.replicas * count_numbers(run) / max(1, plan.noise_count))
-        noise = examine_noise(run, plan.data, plan.worlds, part.world, transcript, close, share, tell)
-    replayed = compute_run_losses(run, plan.worlds, part, plan.claim) if hears.can_replay else None
-    seen = np.nan_to_num(hears.extract_visible_numbers(part, plan.worlds, run), nan=0.0)  # what nobody heard
-    private = (
+        past_runs = math.ceil(plan.dependence_fraction * transcript.replicas)
+        fraction = min(1.0, transcript.replicas * count_numbers(run) / max(1, plan.noise_count))
+        noise = examine_noise(run, plan.data, plan.worlds, part.world, transcript, past_runs, fraction, on_progress)
+    run_losses = compute_run_losses(run, plan.worlds, part, plan.claim) if adversary.can_replay else None
+    visible_numbers = np.nan_to_num(
+        adversary.extract_visible_numbers(part, plan.worlds, run), nan=0.0
+    )  # numbers without a recorded message
+    private_differences = (
         compute_private_differences(run, plan.worlds, transcript)
-        if hears.can_replay and part.channel_features
+        if adversary.can_replay and part.channel_features
         else None
     )
-    return ChunkStatistics(part.world, seen, part.channel_features, replayed, single, noise, pair, private)
+    return ChunkStatistics(
+        part.world,
+        visible_numbers,
+        part.channel_features,
+        run_losses,
+        round_losses,
+        noise,
+        pair_index,
+        private_differences,
+    )
 
 
-def _simulated(
+def _simulate_chunk(
     plan: AuditPlan,
-    share: RunChunk,
+    chunk: RunChunk,
     noise: NoiseFactory = SeededNoise,
     actual: Run | None = None,
     *,
-    losses_alone: bool = False,
+    losses_only: bool = False,
 ) -> ChunkStatistics:
-    """Simulate some runs and examine them.
+    """Simulate a chunk of runs and compute its statistics.
 
     Args:
-        plan: the audit, of all pairs of worlds.
-        share: which runs.
-        noise: where their noise comes from.
-        actual: what really runs (default: what is claimed).
-        losses_alone: their noise is not examined.
+        plan: plan with all pairs of worlds.
+        chunk: runs to simulate.
+        noise: constructor of the noise source.
+        actual: run that produces the messages (default: the claimed one).
+        losses_only: do not examine the noise.
     """
-    pair = plan.pairs[share.pair_index]
-    runs, coins, drawn = spawn_seeds(share.seed, 3)
-    made = _MADE_OF_LOSSES if losses_alone else _MADE
-    of_share = RunChunk(share.world, share.runs, runs, on_progress=scale_progress(share.on_progress, 0.0, made))
+    pair = plan.pairs[chunk.pair_index]
+    run_seed, coin_seed, noise_seed = spawn_seeds(chunk.seed, 3)
+    simulated = _SIMULATION_FRACTION_LOSSES_ONLY if losses_only else _SIMULATION_FRACTION
+    simulation = RunChunk(
+        chunk.world, chunk.runs, run_seed, on_progress=scale_progress(chunk.on_progress, 0.0, simulated)
+    )
     decisions = pair.adversary.threat is ThreatModel.OUTPUT
     part = simulate_runs(
-        actual or pair.run, pair.data, pair.worlds, of_share, noise, keep_all_learners=True, keep_decisions=decisions
+        actual or pair.run, pair.data, pair.worlds, simulation, noise, keep_all_learners=True, keep_decisions=decisions
     )
-    single = None
+    round_losses = None
     if pair.adversary.can_replay:
-        single = redraw_rounds(
-            pair.run, pair.worlds, part.transcript, noise(drawn), np.random.default_rng(coins), actual
+        round_losses = redraw_rounds(
+            pair.run, pair.worlds, part.transcript, noise(noise_seed), np.random.default_rng(coin_seed), actual
         )
     return compute_chunk_statistics(
-        plan, part, share.pair_index, single, scale_progress(share.on_progress, made, 1.0), losses_only=losses_alone
+        plan,
+        part,
+        chunk.pair_index,
+        round_losses,
+        scale_progress(chunk.on_progress, simulated, 1.0),
+        losses_only=losses_only,
     )
 
 
@@ -264,66 +285,68 @@ def audit_simulated(
     noise: NoiseFactory = SeededNoise,
     actual_run: Run | None = None,
     mapper: Mapper = map,
-    on_stage: Callable[[str], None] = lambda what: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Audit:
-    """Audit on the simulator.
+    """Run an audit on the simulator.
 
     Args:
-        plan: the audit.
-        noise: where the audited run's noise comes from (default: what is claimed).
-        actual: what really runs (default: what is claimed).
-        mapper: how shares of the runs are worked on; each says how far it is (`RunChunk.tell`).
-        say: told what is being done.
+        plan: plan of the audit.
+        noise: constructor of the audited run's noise source (default: the claimed one).
+        actual_run: run that produces the messages (default: the claimed one).
+        mapper: maps a task over chunks of the runs; each chunk reports its progress (`RunChunk.on_progress`).
+        on_stage: receives the name of each stage.
 
     Raises:
         SpecError: scipy or scikit-learn are not installed.
     """
-    lots = [
-        share
+    chunks = [
+        chunk
         for k, pair in enumerate(plan.pairs)
-        for share in plan_chunks(pair.runs, _most(plan), pair.seeds.audited_runs, k)
+        for chunk in plan_chunks(pair.runs, _count_chunk_runs(plan), pair.seeds.audited_runs, k)
     ]
 
     on_stage("simulating and examining")
-    heard = merge_noise(mapper(partial(_simulated, plan, noise=noise, actual=actual_run), lots))
-    return conclude(plan, heard, _few(plan, noise, actual_run), "the simulator", mapper=mapper, on_stage=on_stage)
+    parts = merge_noise(mapper(partial(_simulate_chunk, plan, noise=noise, actual=actual_run), chunks))
+    return conclude(
+        plan, parts, _simulate_sweep_runs(plan, noise, actual_run), "the simulator", mapper=mapper, on_stage=on_stage
+    )
 
 
 def merge_noise(parts: Iterable[ChunkStatistics]) -> list[ChunkStatistics]:
-    """All parts, the noise of all of them in the first one, for what is kept of it is large."""
-    kept: list[ChunkStatistics] = []
+    """Merge the noise statistics of all parts into the first one, because they are large."""
+    merged: list[ChunkStatistics] = []
     for part in parts:
-        whole = kept[0].noise if kept else None
-        if whole is None:
-            part = replace(part, noise=deepcopy(part.noise))  # what comes from another process may be read-only (Ray)
+        total = merged[0].noise if merged else None
+        if total is None:
+            part = replace(part, noise=deepcopy(part.noise))  # results of another process may be read-only (Ray)
         elif part.noise is not None:
-            whole.merge(part.noise)
+            total.merge(part.noise)
             part = replace(part, noise=None)
-        kept.append(part)
-    return kept
+        merged.append(part)
+    return merged
 
 
-def _most(plan: AuditPlan) -> int:
-    """Of how many runs a share is, at most."""
+def _count_chunk_runs(plan: AuditPlan) -> int:
+    """Return the maximum number of runs in a chunk."""
     decisions = plan.adversary.threat is ThreatModel.OUTPUT
     return min(MAX_CHUNK_RUNS, count_runs_in_memory(plan.run, keep_decisions=decisions))
 
 
-def _few(plan: AuditPlan, noise: NoiseFactory, actual: Run | None) -> Transcript:
-    """All that is said in a few runs of the first world."""
+def _simulate_sweep_runs(plan: AuditPlan, noise: NoiseFactory, actual: Run | None) -> Transcript:
+    """Simulate a few runs of world 0, with the messages of all learners."""
     run = actual or plan.run
-    share = RunChunk(0, count_sweep_runs(run), plan.seeds.sweep)
-    return simulate_runs(run, plan.data, plan.worlds, share, noise, keep_all_learners=True).transcript
+    chunk = RunChunk(0, count_sweep_runs(run), plan.seeds.sweep)
+    return simulate_runs(run, plan.data, plan.worlds, chunk, noise, keep_all_learners=True).transcript
 
 
 def count_sweep_runs(run: Run) -> int:
-    """Runs in which the losses of all learners are looked at, at most."""
+    """Count the runs for which the losses of all learners are computed."""
     fitting = _MAX_SWEEP_NUMBERS * run.spec.n_learners // count_numbers(run)
     return max(1, min(_MAX_SWEEP_RUNS, fitting))
 
 
 def count_rehearsal_runs(runs: int) -> int:
-    """Runs of each world from which thresholds are fixed: rare strong losses count where there are many runs."""
+    """Count the runs of each world that fix thresholds: with many runs, rare large losses matter."""
     return min(runs, max(500, runs // 10))
 
 
@@ -332,191 +355,201 @@ def count_rehearsal_runs(runs: int) -> int:
 
 def conclude(
     plan: AuditPlan,
-    heard: Sequence[ChunkStatistics],
+    parts: Sequence[ChunkStatistics],
     transcript: Transcript,
     source: str,
     *,
     run_outcomes: RunOutcomes | None = None,
     mapper: Mapper = map,
-    on_stage: Callable[[str], None] = lambda what: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Audit:
-    """All tests of what was heard, and the verdict.
+    """Run all tests on the recorded runs, and decide the verdict.
 
     Args:
-        plan: the audit.
-        heard: what was heard, in order, in all pairs of worlds (`gathered`).
-        transcript: all that was said in a few runs of the first world (`few`).
-        source: where the runs came from, in words.
-        starts: all runs that were started, and how they ended; None: all were simulated to their end.
-        mapper: how shares of the runs that thresholds are fixed on are worked on.
-        say: told what is being done.
+        plan: plan of the audit.
+        parts: statistics of the runs, in order, in all pairs of worlds (`merge_noise`).
+        transcript: messages of all learners in a few runs of world 0.
+        source: origin of the runs, in words.
+        run_outcomes: outcomes of all started runs; None: all were simulated to their end.
+        mapper: maps a task over chunks of the runs that fix thresholds.
+        on_stage: receives the name of each stage.
 
     Raises:
         SpecError: scipy or scikit-learn are not installed.
     """
     for extra, package in (("scipy", "scipy"), ("sklearn", "scikit-learn")):
         import_optional(extra, package, "an audit")
-    lost = {} if run_outcomes is None else run_outcomes.incomplete_losses
-    by_pair = ([part for part in heard if part.pair_index == k] for k in range(len(plan.pairs)))
-    pairs = [_Pair(each, lost.get(each[0].pair_index)) for each in by_pair if each]
-    first, noise = pairs[0], heard[0].noise
-    found = _findings(plan, pairs, noise, run_outcomes, mapper, on_stage)
-    about = find_blamed_learner(found, plan.run.spec.names, plan.worlds.learner)
+    incomplete = {} if run_outcomes is None else run_outcomes.incomplete_losses
+    by_pair = ([part for part in parts if part.pair_index == k] for k in range(len(plan.pairs)))
+    pairs = [_Pair(each, incomplete.get(each[0].pair_index)) for each in by_pair if each]
+    first, noise = pairs[0], parts[0].noise
+    findings = _run_tests(plan, pairs, noise, run_outcomes, mapper, on_stage)
+    verdict_learner = find_blamed_learner(findings, plan.run.spec.names, plan.worlds.learner)
     return Audit(
         plan=plan,
         source=source,
         run_losses=first.started,
         run_worlds=first.worlds,
-        visible_numbers=first.seen,
+        visible_numbers=first.visible_numbers,
         varying_counts={name: int((view != view[:1]).any(axis=0).sum()) for name, view in first.views.items()},
-        verdict_learner=about,
-        noise=_shown(noise, about),
+        verdict_learner=verdict_learner,
+        noise=_select_noise_sample(noise, verdict_learner),
         noise_count=0 if noise is None else noise.noise_count,
-        learner_losses=_sweep(plan, transcript),
+        learner_losses=_compute_learner_losses(plan, transcript),
         coupled_runs=simulate_coupled_runs(plan.run, plan.data, plan.worlds, plan.seeds.coupled_runs),
-        findings=found,
-        verdict=decide(found),
+        findings=findings,
+        verdict=decide(findings),
     )
 
 
-def _shown(noise: Battery | None, learner: int | None) -> FloatArray:
-    """Of this learner, or of all."""
+def _select_noise_sample(noise: Battery | None, learner: int | None) -> FloatArray:
+    """Select the noise sample of one learner, or of all."""
     if noise is None or not noise.noise_samples:
         return np.empty(0)
     return np.concatenate(noise.noise_samples) if learner is None else noise.noise_samples[learner]
 
 
 class _Pair:
-    """Runs of one pair of worlds, as tests look at them.
+    """Runs of one pair of worlds in the form that tests use.
 
     Attributes:
-        parts: what was heard of them.
-        seen, worlds: of all of them, by the black box; and the world of each.
-        views: what classifiers may look at.
-        losses: exact losses of whole runs; None where the listener does not hear enough.
-        started: the same of all started runs: none is left out for its end.
+        parts: statistics of the runs.
+        visible_numbers, worlds: visible numbers of all runs, for the black box, and the world of each.
+        views: views for the classifiers.
+        losses: exact losses of whole runs; None if the adversary's view is too small.
+        started: losses of all started runs: none is excluded because of its outcome.
     """
 
-    def __init__(self, parts: Sequence[ChunkStatistics], lost: RunLosses | None) -> None:
+    def __init__(self, parts: Sequence[ChunkStatistics], incomplete: RunLosses | None) -> None:
         self.parts = parts
-        self.seen = np.concatenate([part.visible_numbers for part in parts])
+        self.visible_numbers = np.concatenate([part.visible_numbers for part in parts])
         self.worlds = np.concatenate([np.full(len(part.visible_numbers), part.world) for part in parts])
         channel = [run for part in parts for run in part.channel_features]
-        self.views = {**build_number_views(self.seen), **(build_tables(channel) if channel else {})}
+        self.views = {**build_number_views(self.visible_numbers), **(build_tables(channel) if channel else {})}
         known = [part.run_losses for part in parts if part.run_losses is not None]
         self.losses = RunLosses.concatenate(known) if known else None
-        self.started = RunLosses.concatenate([*known, lost]) if known and lost is not None else self.losses
+        self.started = RunLosses.concatenate([*known, incomplete]) if known and incomplete is not None else self.losses
 
     @property
-    def judged(self) -> PairRuns | None:
-        """For the tests of what the messages do not say; None where nobody knows what they do say."""
+    def pair_runs(self) -> PairRuns | None:
+        """Runs for the tests of information beyond the messages; None if the losses of the messages are not known."""
         if self.losses is None:
             return None
         known = [part.private_differences for part in self.parts if part.private_differences is not None]
-        private = np.concatenate(known) if len(known) == len(self.parts) else None
-        return PairRuns(self.losses.total, 1 - self.losses.worlds, self.views, private)
+        differences = np.concatenate(known) if len(known) == len(self.parts) else None
+        return PairRuns(self.losses.total, 1 - self.losses.worlds, self.views, differences)
 
 
-def _findings(
+def _run_tests(
     plan: AuditPlan,
     pairs: Sequence[_Pair],
     noise: Battery | None,
-    starts: RunOutcomes | None,
+    run_outcomes: RunOutcomes | None,
     mapper: Mapper,
-    say: Callable[[str], None],
+    on_stage: Callable[[str], None],
 ) -> Findings:
-    """What all families find; where the coins are none, only what needs no coin."""
+    """Run the tests of all families; if the coins are not fair, return only the findings that need no coin."""
     from sottovoce_core.auditing.verdict import add_detectable_effects
 
-    numbers = 0 if noise is None else noise.noise_count
-    say("conformance")
+    noise_count = 0 if noise is None else noise.noise_count
+    on_stage("conformance")
     conformance = () if noise is None else noise.compute_tests(plan.alpha_allocation)
-    guessed, rounds = _likelihood(plan, pairs[0], mapper, say)
-    say("black box")
+    likelihood_bounds, round_bounds = _run_likelihood_tests(plan, pairs[0], mapper, on_stage)
+    on_stage("black box")
     views = pairs[0].views
     attacks = (
-        attack(views, pairs[0].worlds, plan.alpha_allocation, _claim_seen(plan, views), plan.seeds.black_box)
+        attack(
+            views, pairs[0].worlds, plan.alpha_allocation, _select_black_box_claim(plan, views), plan.seeds.black_box
+        )
         if plan.has_both_worlds
         else ()
     )
-    where, coins = (
-        plan.run.spec.names[plan.worlds.learner],
-        _of_coins(plan, pairs, starts, attacks) if plan.has_both_worlds else (),
-    )
-    claimed = ((pair.started, each.claim) for pair, each in zip(pairs, plan.pairs, strict=False))
-    excesses = (started.find_excess(claim) for started, claim in claimed if started is not None)
-    found = Findings(
+    location = plan.run.spec.names[plan.worlds.learner]
+    coin_tests = _run_coin_tests(plan, pairs, run_outcomes, attacks) if plan.has_both_worlds else ()
+    started_runs = ((pair.started, each.claim) for pair, each in zip(pairs, plan.pairs, strict=False))
+    excesses = (started.find_excess(claim) for started, claim in started_runs if started is not None)
+    findings = Findings(
         runs=plan.total_runs,
         alpha_allocation=plan.alpha_allocation,
         claim=plan.epsilon,
-        tests=(*conformance, *(replace(test, location=where) for test in coins)),
-        bounds=(*guessed, *(each.bound for each in attacks)),
+        tests=(*conformance, *(replace(test, location=location) for test in coin_tests)),
+        bounds=(*likelihood_bounds, *(each.bound for each in attacks)),
         excess=next((excess for excess in excesses if excess is not None), None),
-        round_bounds=rounds,
+        round_bounds=round_bounds,
         has_both_worlds=plan.has_both_worlds,
-        void_reason=starts.explain_unfair_coins(plan.alpha_allocation.compute_level("black box", "worlds"))
-        if starts is not None and plan.has_both_worlds
+        void_reason=run_outcomes.explain_unfair_coins(plan.alpha_allocation.compute_level("black box", "worlds"))
+        if run_outcomes is not None and plan.has_both_worlds
         else "",
     )
     losses = np.concatenate([np.empty(0), *(pair.losses.total for pair in pairs if pair.losses is not None)])
-    found = add_detectable_effects(found, plan, numbers, losses)
-    return found.coin_free_findings if found.void_reason else found
+    findings = add_detectable_effects(findings, plan, noise_count, losses)
+    return findings.coin_free_findings if findings.void_reason else findings
 
 
-def _likelihood(
-    plan: AuditPlan, pair: _Pair, mapper: Mapper, say: Callable[[str], None]
+def _run_likelihood_tests(
+    plan: AuditPlan, pair: _Pair, mapper: Mapper, on_stage: Callable[[str], None]
 ) -> tuple[tuple[Bound, ...], RoundBounds | None]:
-    """Guesses by the exact loss, of whole runs and of single rounds; none to somebody who does not hear enough."""
+    """Guess by the exact loss, for whole runs and single rounds; return nothing if the adversary's view is too small."""
     if pair.started is None or not plan.has_both_worlds:
         return (), None
-    say("fixing thresholds")
-    lots = plan_chunks(count_rehearsal_runs(plan.runs), _most(plan), plan.seeds.rehearsal)
-    before = list(mapper(partial(_simulated, plan, losses_alone=True), lots))
-    claimed = RunLosses.concatenate([part.run_losses for part in before if part.run_losses is not None])
-    say("whole runs and single rounds")
+    on_stage("fixing thresholds")
+    chunks = plan_chunks(count_rehearsal_runs(plan.runs), _count_chunk_runs(plan), plan.seeds.rehearsal)
+    rehearsal = list(mapper(partial(_simulate_chunk, plan, losses_only=True), chunks))
+    claimed = RunLosses.concatenate([part.run_losses for part in rehearsal if part.run_losses is not None])
+    on_stage("whole runs and single rounds")
     bound = guess(pair.started, claimed, plan.epsilon, plan.alpha_allocation.compute_level("likelihood", "whole runs"))
-    audited, single = (
-        [part.round_losses for part in each if part.round_losses is not None] for each in (pair.parts, before)
+    audited, rehearsed = (
+        [part.round_losses for part in each if part.round_losses is not None] for each in (pair.parts, rehearsal)
     )
     if len(audited) < len(pair.parts):
         return (bound,), None
     return (bound,), bound_rounds(
-        RoundLosses.concatenate(audited), RoundLosses.concatenate(single), plan.claim_per_round, plan.alpha_allocation
+        RoundLosses.concatenate(audited),
+        RoundLosses.concatenate(rehearsed),
+        plan.claim_per_round,
+        plan.alpha_allocation,
     )
 
 
-def _of_coins(
-    plan: AuditPlan, pairs: Sequence[_Pair], starts: RunOutcomes | None, attacks: Sequence[Attack]
+def _run_coin_tests(
+    plan: AuditPlan, pairs: Sequence[_Pair], run_outcomes: RunOutcomes | None, attacks: Sequence[Attack]
 ) -> tuple[Test, ...]:
-    """Whether exact losses say how often they are right, and nothing else depends on the world, in any pair."""
-    ends = () if starts is None else (starts.test(),)
-    judged = [each for pair in pairs if (each := pair.judged) is not None]
-    learned = run_classifier_tests(judged[0], attacks) if judged else ()
-    beside = (*ends, *run_channel_tests(judged), *run_private_quantity_tests(judged), *learned)
+    """Test, in all pairs, whether coins agree with the exact losses and nothing else depends on the world."""
+    outcome_tests = () if run_outcomes is None else (run_outcomes.test(),)
+    pair_runs = [each for pair in pairs if (each := pair.pair_runs) is not None]
+    classifier_tests = run_classifier_tests(pair_runs[0], attacks) if pair_runs else ()
+    world_tests = (
+        *outcome_tests,
+        *run_channel_tests(pair_runs),
+        *run_private_quantity_tests(pair_runs),
+        *classifier_tests,
+    )
     losses = [pair.started for pair in pairs if pair.started is not None]
     return (
         *plan.alpha_allocation.assign_levels("calibration", run_calibration_tests(losses) if losses else ()),
-        *plan.alpha_allocation.assign_levels("worlds", beside),
+        *plan.alpha_allocation.assign_levels("worlds", world_tests),
     )
 
 
-def _claim_seen(plan: AuditPlan, views: Iterable[str]) -> float:
-    """Numbers are those of some rounds; what a channel gives away is of all of them."""
+def _select_black_box_claim(plan: AuditPlan, views: Iterable[str]) -> float:
+    """Select the claim for the black box: numbers are from some rounds, but channel features are from all of them."""
     return plan.visible_epsilon if NUMBER_VIEWS.keys() >= set(views) else plan.epsilon
 
 
 # ---- all learners ----------------------------------------------------------------------------------------------------
 
 
-def _sweep(plan: AuditPlan, transcript: Transcript) -> tuple[LearnerLoss, ...]:
-    """Exact losses of every learner, for the most telling swap of its first record."""
+def _compute_learner_losses(plan: AuditPlan, transcript: Transcript) -> tuple[LearnerLoss, ...]:
+    """Compute exact losses of every learner, for the most revealing replacement of its first record."""
     data = plan.worlds.build_data(plan.data, 0)
     if not plan.adversary.can_replay or plan.worlds.is_shared or len(data.learners) > _MAX_SWEEP_LEARNERS:
         return ()
-    found = []
+    losses = []
     for i, own in enumerate(data.learners):
-        if len(own.order) and (tried := list_replacements(data, i, schema=plan.run.spec.data.schema)):
+        if len(own.order) and (replacements := list_replacements(data, i, schema=plan.run.spec.data.schema)):
             claim = plan.run.guarantee(i, np.diff(own.offsets)).epsilon()
-            (_, swap), largest = find_worst_replacement(plan.run, transcript, (i,), own, tried, compute_peak_losses)
-            found.append(LearnerLoss(i, swap, claim, largest))
-    return tuple(found)
+            (_, replacement), largest = find_worst_replacement(
+                plan.run, transcript, (i,), own, replacements, compute_peak_losses
+            )
+            losses.append(LearnerLoss(i, replacement, claim, largest))
+    return tuple(losses)

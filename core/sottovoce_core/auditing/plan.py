@@ -1,4 +1,4 @@
-"""What is audited: the run, the two worlds, the adversary and its view, the claim, and the confidence that is asked for."""
+"""Plan of an audit: the run, the two worlds, the adversary and its view, the claim, and the required confidence."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from sottovoce_core.privacy.guarantee import Guarantee, ThreatModel
 from sottovoce_core.runs.replay import Replay
 from sottovoce_core.runs.run import Run
 
-# ---- the adversary ---------------------------------------------------------------------------------------------------
+# ---- adversary -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Adversary:
-    """A threat model, made definite.
+    """Adversary of a threat model in a given run.
 
     Attributes:
-        threat: on every channel, at one neighbour, or to published decisions only.
-        neighbour: index of the neighbour, at a neighbour only.
-        replayable: it hears all that a replay needs, so the exact loss of what it hears is known.
-        rounds: `(rounds seen,)` the rounds that a black box looks at: the first ones that cost anything.
+        threat: view of the adversary: every channel, one neighbour, or published decisions only.
+        neighbour: index of the neighbour, for a neighbour only.
+        can_replay: True if its view suffices for a replay, so that the exact loss of the view is known.
+        visible_rounds: `(visible rounds,)` rounds that the black box uses: the first ones with a privacy cost.
     """
 
     threat: ThreatModel
@@ -46,98 +46,109 @@ class _Adversary:
     visible_rounds: IntArray
 
     def extract_visible_numbers(self, part: RecordedRuns, worlds: Worlds, run: Run) -> FloatArray:
-        """The first numbers of what a black box sees, all fields and holders side by side: `(runs, rounds, numbers)`."""
+        """Extract the first numbers that the black box sees, all fields and holders concatenated: `(runs, rounds, numbers)`."""
         if self.threat is ThreatModel.OUTPUT:
-            assert part.decisions is not None  # noqa: S101 - whoever simulates for this listener keeps them
-            fields, who = [part.decisions], list(range(run.spec.n_learners))
+            assert part.decisions is not None  # noqa: S101 - simulations for this adversary keep decisions
+            fields, learners = [part.decisions], list(range(run.spec.n_learners))
         else:
             fields = list(part.transcript.fields.values())
-            who = [i for i in worlds.list_holders(run) if i != self.neighbour]
-        most = max(1, MAX_NUMBERS // len(self.visible_rounds))
+            learners = [i for i in worlds.list_holders(run) if i != self.neighbour]
+        max_numbers = max(1, MAX_NUMBERS // len(self.visible_rounds))
         flat = [
-            f[self.visible_rounds].reshape(len(self.visible_rounds), *f.shape[1:3], -1)[:, who, :, :most]
-            for f in fields
+            field[self.visible_rounds].reshape(len(self.visible_rounds), *field.shape[1:3], -1)[
+                :, learners, :, :max_numbers
+            ]
+            for field in fields
         ]
-        # Coordinate by coordinate, the holders side by side: the first numbers are of all of them.
-        side_by_side = np.concatenate([f.transpose(2, 0, 3, 1).reshape(f.shape[2], len(f), -1) for f in flat], axis=2)
-        # Not-a-number where a learner was away: that is public.
-        return as_floats(np.nan_to_num(side_by_side[:, :, :most]))
+        # Holders vary fastest, so that the first numbers contain all of them.
+        concatenated = np.concatenate(
+            [field.transpose(2, 0, 3, 1).reshape(field.shape[2], len(field), -1) for field in flat], axis=2
+        )
+        # Not-a-number where a learner was offline, which is public.
+        return as_floats(np.nan_to_num(concatenated[:, :, :max_numbers]))
 
 
-def _listener(
+def _build_adversary(
     run: Run, worlds: Worlds, guarantee: Guarantee, threat: ThreatModel, neighbour: int | None = None
 ) -> _Adversary:
-    """Who listens.
+    """Build the adversary of the threat model.
 
     Args:
-        run: what is run.
+        run: run to audit.
         worlds: the two worlds.
-        guarantee: of this swap.
-        threat: the threat model.
-        neighbour: index of the neighbour that listens (default: the first one that hears the learner).
+        guarantee: guarantee for this replacement.
+        threat: threat model.
+        neighbour: index of the neighbour that is the adversary (default: the first out-neighbour of the learner).
 
     Raises:
-        SpecError: nobody hears the learner, or the listener holds the record itself.
+        SpecError: the learner has no out-neighbour, or the adversary holds the record itself.
     """
-    costly = np.flatnonzero(guarantee.round_losses > 0) if threat is not ThreatModel.OUTPUT else _published(guarantee)
+    is_output = threat is ThreatModel.OUTPUT
+    costly = _select_published_rounds(guarantee) if is_output else np.flatnonzero(guarantee.round_losses > 0)
     rounds = costly[:MAX_ROUNDS] if len(costly) else np.arange(min(MAX_ROUNDS, run.spec.rounds))
     if threat is not ThreatModel.NEIGHBOUR:
         return _Adversary(threat, None, threat is ThreatModel.WIRE, rounds)
     if worlds.is_shared:
         raise SpecError(f"{run.algorithm.name}: all learners hold the record, so a neighbour knows it; audit the wire")
     mixings = [run.network.mixing(t) for t in range(run.spec.rounds)]
-    hearers = [
-        j for j in range(run.spec.n_learners) if any(worlds.learner in m.in_neighbour_weights(j) for m in mixings)
+    receivers = [
+        j
+        for j in range(run.spec.n_learners)
+        if any(worlds.learner in mixing.in_neighbour_weights(j) for mixing in mixings)
     ]
     names = run.spec.names
-    if not hearers:
+    if not receivers:
         raise SpecError(
-            f"nobody ever hears {run.spec.names[worlds.learner]}, so no neighbour can listen: audit the wire"
+            f"the audited learner must have an out-neighbour, but {run.spec.names[worlds.learner]} has none: audit the wire"
         )
-    if neighbour is not None and neighbour not in hearers:
+    if neighbour is not None and neighbour not in receivers:
         raise SpecError(
-            f"the neighbour must be one of {', '.join(names[j] for j in hearers)}, who ever hear {names[worlds.learner]}"
+            f"the neighbour must be an out-neighbour of {names[worlds.learner]}, one of "
+            f"{', '.join(names[j] for j in receivers)}; got {names[neighbour]}"
         )
-    neighbour = hearers[0] if neighbour is None else neighbour
+    neighbour = receivers[0] if neighbour is None else neighbour
     needed = set(find_needed_learners(run, worlds)) - {neighbour}
-    return _Adversary(threat, neighbour, all(needed <= set(m.in_neighbour_weights(neighbour)) for m in mixings), rounds)
+    return _Adversary(
+        threat, neighbour, all(needed <= set(mixing.in_neighbour_weights(neighbour)) for mixing in mixings), rounds
+    )
 
 
-def _published(guarantee: Guarantee) -> IntArray:
-    """Rounds, spread over the run, after the first one that costs anything."""
+def _select_published_rounds(guarantee: Guarantee) -> IntArray:
+    """Select rounds, spread over the run, after the first one with a privacy cost."""
     claim, _ = select_claim(guarantee, ThreatModel.OUTPUT)
     costly = np.flatnonzero(claim > 0)
     first = int(costly[0]) if len(costly) else 0
     return np.unique(np.linspace(first, len(claim) - 1, MAX_ROUNDS).astype(np.int64))
 
 
-def _of_decisions(
+def _add_output_claim(
     guarantee: Guarantee, run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequence
 ) -> Guarantee:
-    """What is promised to somebody who sees published decisions.
+    """Return the guarantee for an adversary that sees published decisions.
 
-    Decisions that follow from messages cost nothing beside these. About others nothing is promised, unless an algorithm says so.
+    Decisions that follow from messages have no additional cost. For other decisions there is no claim, unless an algorithm
+    states one.
 
     Args:
-        guarantee: of this swap.
-        run: what is run.
-        data: of all learners.
+        guarantee: guarantee for this replacement.
+        run: run to audit.
+        data: records of all learners.
         worlds: the two worlds.
-        seed: of the noise of a run in which this is looked at.
+        seed: seed of the noise of the run that is checked.
     """
-    if guarantee.output_epsilon is not None or _follow(run, data, worlds, seed):
+    if guarantee.output_epsilon is not None or _are_decisions_determined(run, data, worlds, seed):
         return guarantee
     return replace(guarantee, output_epsilon=np.full(run.spec.rounds, np.inf))
 
 
-def _follow(run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequence) -> bool:
-    """Whether decisions are the same in both worlds, if the same was said."""
-    said = simulate_runs(run, data, worlds, RunChunk(0, 1, seed), SeededNoise).transcript
+def _are_decisions_determined(run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequence) -> bool:
+    """Return whether equal messages give equal decisions in both worlds."""
+    transcript = simulate_runs(run, data, worlds, RunChunk(0, 1, seed), SeededNoise).transcript
     for holder in worlds.list_holders(run):
         machine = Replay(run, holder, worlds=2)
-        for t in range(said.rounds):
+        for t in range(transcript.rounds):
             machine.step(
-                said.messages(t, holder, machine.required_senders),
+                transcript.messages(t, holder, machine.required_senders),
                 *(worlds.get_records(world).batch(t) for world in (0, 1)),
             )
             first, second = np.broadcast_to(machine.decision, (2, 1, run.algorithm.dim))
@@ -147,10 +158,10 @@ def _follow(run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequ
 
 
 def select_claim(guarantee: Guarantee, threat: ThreatModel) -> tuple[FloatArray, ThreatModel]:
-    """The claim to hold against what is heard, `(rounds,)` cumulative epsilon, and for whom it was made.
+    """Select the claim to test, `(rounds,)` cumulative epsilon, and the threat model it was made for.
 
-    Where nothing finite is promised about messages, but something about published decisions, that is held against the
-    messages, too: it is all that is claimed.
+    If there is no finite claim for messages, but one for published decisions, the messages are tested against that one: it is
+    the only claim.
     """
     if guarantee.output_epsilon is None:
         return guarantee.cumulative_epsilon, guarantee.basis.threat_model
@@ -159,17 +170,17 @@ def select_claim(guarantee: Guarantee, threat: ThreatModel) -> tuple[FloatArray,
     return guarantee.cumulative_epsilon, guarantee.basis.threat_model
 
 
-# ---- the plan --------------------------------------------------------------------------------------------------------
+# ---- plan ------------------------------------------------------------------------------------------------------------
 
 _MAX_OTHER_PAIRS = 3
-"""Of worlds, beside the most telling one."""
+"""Maximum number of pairs of worlds besides the most revealing one."""
 
 _MIN_PAIR_RUNS = 24
-"""Runs of each world of a pair: the fewest with which what gives the world away completely is surely seen."""
+"""Minimum number of runs of each world of a pair: enough to detect a complete disclosure of the world with certainty."""
 
 
 _MAX_DEPENDENCE_NUMBERS = 2**25
-"""Numbers of an audit that are looked at for dependence, about."""
+"""Approximate number of noise values of an audit that are tested for dependence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,22 +196,22 @@ class _Seeds:
 
 @dataclass(frozen=True, slots=True)
 class AuditPlan:
-    """An audit that may start.
+    """Plan of an audit that is ready to start.
 
     Attributes:
-        run: what is claimed to run.
-        data: of all learners.
+        run: claimed run.
+        data: records of all learners.
         worlds: the two worlds.
-        guarantee: of this very swap.
-        listener: who hears what.
-        claim: `(rounds,)` cumulative epsilon that is held against what is heard.
-        made_for: the threat model that the claim was made for.
-        runs: of each world.
-        levels: the chance of a false alarm, divided among all that is looked at.
-        seeds: of everything random.
-        paired: there are runs of both worlds. If not, all are of the first one, and nothing can be guessed.
-        numbers: that all learners say in all runs of all pairs.
-        beside: other pairs of worlds, each an audit with runs of its own, for what this pair may hide.
+        guarantee: guarantee for this replacement.
+        adversary: adversary and its view.
+        claim: `(rounds,)` cumulative epsilon to test.
+        claim_threat_model: threat model that the claim was made for.
+        runs: number of runs of each world.
+        alpha_allocation: probability of a false alarm, divided among all tests and bounds.
+        seeds: seeds of everything random.
+        has_both_worlds: True if there are runs of both worlds. If not, all are of world 0, and nothing can be guessed.
+        noise_count: number of values that all learners send in all runs of all pairs.
+        other_pairs: other pairs of worlds, each an audit with runs of its own, for effects that this pair may hide.
     """
 
     run: Run
@@ -224,35 +235,35 @@ class AuditPlan:
 
     @property
     def dependence_fraction(self) -> float:
-        """The share of the runs that is looked at for dependence, which costs most."""
+        """Fraction of the runs that is tested for dependence, the most expensive test."""
         return min(1.0, _MAX_DEPENDENCE_NUMBERS / max(1, self.noise_count))
 
     @property
     def total_runs(self) -> int:
-        """Runs of each world, of all pairs."""
+        """Number of runs of each world, of all pairs."""
         return sum(pair.runs for pair in self.pairs)
 
     @property
     def epsilon(self) -> float:
-        """The claim over the whole run."""
+        """Claim over the whole run."""
         return self.compute_claim_until(self.run.spec.rounds - 1)
 
     @property
     def visible_epsilon(self) -> float:
-        """The claim over the rounds until the last one that the black box looks at."""
+        """Claim over the rounds until the last one that the black box uses."""
         return self.compute_claim_until(int(self.adversary.visible_rounds[-1]))
 
     def compute_claim_until(self, t: int) -> float:
-        """The claim over the rounds 0..t; a sum is exact, as what learners are charged."""
-        return self.guarantee.epsilon(t + 1) if self._of_messages else float(self.claim[t])
+        """Compute the claim over the rounds 0..t; a sum is exact, as in the learners' ledgers."""
+        return self.guarantee.epsilon(t + 1) if self._is_claim_on_messages else float(self.claim[t])
 
     @property
     def claim_per_round(self) -> FloatArray:
-        """`(rounds,)` the claim for single messages; one for published decisions has no parts, so each may be all of it."""
-        return self.guarantee.round_losses if self._of_messages else self.claim
+        """`(rounds,)` claim for single messages; a claim for published decisions has no parts, so each may be all of it."""
+        return self.guarantee.round_losses if self._is_claim_on_messages else self.claim
 
     @property
-    def _of_messages(self) -> bool:
+    def _is_claim_on_messages(self) -> bool:
         return self.guarantee.output_epsilon is None or self.claim_threat_model is not ThreatModel.OUTPUT
 
 
@@ -270,68 +281,79 @@ def plan_audit(
     neighbour: int | None = None,
     has_both_worlds: bool = True,
 ) -> AuditPlan:
-    """Choose the worlds, the listener and the claim.
+    """Choose the worlds, the adversary and the claim.
 
     Args:
-        run: what to run.
-        data: of all learners.
-        learner: its index.
-        runs: of each world, on average, of all pairs of worlds together.
-        confidence: with which a correct learner is not refuted, by all tests together.
-        seed: of coins and noise.
-        worlds: the two worlds, or several pairs, and no others (default: the swap that shows most, of those tried, and some
-            others beside it).
-        counts: runs of each world of every pair, where they are made already (default: `divided`).
-        threat: who listens.
-        neighbour: index of the neighbour that listens, at a neighbour.
-        paired: there are to be runs of both worlds; False: so many of the first one.
+        run: run to audit.
+        data: records of all learners.
+        learner: index of the audited learner.
+        runs: number of runs of each world, on average, of all pairs of worlds together.
+        confidence: probability that a correct learner is not refuted, by all tests together.
+        seed: seed of coins and noise.
+        worlds: the two worlds, or several pairs, and no others (default: the most revealing replacement among those tried, and
+            some others).
+        counts: runs of each world of every pair, if they exist already (default: `divide_runs`).
+        threat: threat model of the adversary.
+        neighbour: index of the neighbour that is the adversary.
+        has_both_worlds: make runs of both worlds; False: the same number of world 0 only.
 
     Raises:
-        DataError: there is no record to swap, or the loss is not defined for one of the worlds'.
-        SpecError: too few runs for this confidence, or nobody who could listen.
+        DataError: there is no record to replace, or the loss is not defined for a record of one of the worlds.
+        SpecError: too few runs for this confidence, or no possible adversary.
     """
     levels = AlphaAllocation(1.0 - confidence)
     level = levels.compute_level("likelihood", "whole runs")
     if (
         has_both_worlds and compute_max_provable_epsilon(runs, level) == 0.0
-    ):  # even right guesses only would show nothing: say how many it takes
-        text = f"{runs} runs of each world show nothing at confidence {1.0 - levels.alpha:g}, however telling they are"
-        raise SpecError(f"{text}: at least {compute_min_runs(0.0, level)}")
+    ):  # even correct guesses only would show nothing
+        needed = f"an audit at confidence {1.0 - levels.alpha:g} needs at least {compute_min_runs(0.0, level)} runs of each world"
+        raise SpecError(f"{needed}, got {runs}: with fewer, no result can refute the claim")
     numbers = 2 * runs * count_numbers(run)
     choice, *seeds = np.random.SeedSequence(seed).spawn(6 + 5 * _MAX_OTHER_PAIRS)
-    chosen, *more = _pairs(run, data, learner, worlds, choice, paired=has_both_worlds)
+    chosen, *others = _choose_pairs(run, data, learner, worlds, choice, has_both_worlds=has_both_worlds)
 
-    def planned(each: Worlds, count: int, own: Sequence[np.random.SeedSequence]) -> AuditPlan:
+    def plan_pair(each: Worlds, count: int, own: Sequence[np.random.SeedSequence]) -> AuditPlan:
         guarantee = each.compute_guarantee(run)
         if threat is ThreatModel.OUTPUT:
-            guarantee = _of_decisions(guarantee, run, data, each, own[0])
-        claim, made_for = select_claim(guarantee, threat)
-        hears = _listener(run, each, guarantee, threat, neighbour)
+            guarantee = _add_output_claim(guarantee, run, data, each, own[0])
+        claim, claim_threat_model = select_claim(guarantee, threat)
+        adversary = _build_adversary(run, each, guarantee, threat, neighbour)
         return AuditPlan(
-            run, data, each, guarantee, hears, claim, made_for, count, levels, _Seeds(*own), has_both_worlds, numbers
+            run,
+            data,
+            each,
+            guarantee,
+            adversary,
+            claim,
+            claim_threat_model,
+            count,
+            levels,
+            _Seeds(*own),
+            has_both_worlds,
+            numbers,
         )
 
-    first, *rest = counts or divide_runs(runs, len(more))
-    beside = [
-        planned(each, count, seeds[5 * k : 5 * k + 5])
-        for k, (each, count) in enumerate(zip(more, rest, strict=False), 1)
+    first, *rest = counts or divide_runs(runs, len(others))
+    other_pairs = [
+        plan_pair(each, count, seeds[5 * k : 5 * k + 5])
+        for k, (each, count) in enumerate(zip(others, rest, strict=False), 1)
     ]
-    return replace(planned(chosen, first, seeds[:5]), other_pairs=tuple(beside))
+    return replace(plan_pair(chosen, first, seeds[:5]), other_pairs=tuple(other_pairs))
 
 
-def _pairs(
+def _choose_pairs(
     run: Run,
     data: PlacedData,
     learner: int,
     given: Worlds | Sequence[Worlds] | None,
     seed: np.random.SeedSequence,
     *,
-    paired: bool,
+    has_both_worlds: bool,
 ) -> list[Worlds]:
-    """Pairs of worlds: those given, or the most telling one and others beside it."""
+    """Return the given pairs of worlds, or the most revealing one and others."""
     if given is None:
-        chosen = find_worst_worlds(run, data, learner, seed, keep_first_world=not paired)
-        return [chosen, *(build_other_worlds(run, data, learner, chosen) if paired else [])]
+        worst = find_worst_worlds(run, data, learner, seed, keep_first_world=not has_both_worlds)
+        return [worst, *(build_other_worlds(run, data, learner, worst) if has_both_worlds else [])]
     pairs = [given] if isinstance(given, Worlds) else list(given)
     for each in pairs:
         each.require_learnable(run.loss)
@@ -339,14 +361,15 @@ def _pairs(
 
 
 def divide_runs(runs: int, others: int) -> list[int]:
-    """Runs of each world for the most telling pair, and for as many of so many others as have enough to show a channel.
+    """Divide the runs of each world among the most revealing pair and those others that get enough runs to show a channel.
 
-    A quarter, an eighth and an eighth are for the others, but no fewer than `_MIN_PAIR_RUNS`. The first of them, the loud record against
-    the silent one, must be there wherever the most telling pair keeps as many; the rest, where that keeps half of the runs.
+    The others get a quarter, an eighth and an eighth, but at least `_MIN_PAIR_RUNS`. The first of them, the record of maximum
+    norm against the one of minimum norm, is included if the most revealing pair keeps as many; the rest, if that pair keeps
+    half of the runs.
     """
     counts: list[int] = []
-    for share, kept in ((4, _MIN_PAIR_RUNS), (8, runs / 2), (8, runs / 2))[:others]:
-        count = max(runs // share, _MIN_PAIR_RUNS)
-        if runs - sum(counts) - count >= kept:
+    for divisor, min_kept in ((4, _MIN_PAIR_RUNS), (8, runs / 2), (8, runs / 2))[:others]:
+        count = max(runs // divisor, _MIN_PAIR_RUNS)
+        if runs - sum(counts) - count >= min_kept:
             counts.append(count)
     return [runs - sum(counts), *counts]

@@ -1,7 +1,8 @@
-"""What an audit found, in no stronger words than the runs allow, and the smallest violations that it would have found.
+"""Verdict of an audit, no stronger than the runs allow, and the minimum detectable effects.
 
-The smallest violations are those that so many runs show nine times in ten: formulas, at the levels in use; all are approximate,
-and none is a test. An audit that could not even have found a learner without noise says nothing for the learner.
+A minimum detectable effect is found with probability 0.9 by the given number of runs: formulas, at the levels in use; all are
+approximate, and none is a test. An audit that could not even have detected a learner without noise is no evidence in its
+favour.
 """
 
 from __future__ import annotations
@@ -32,43 +33,43 @@ from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.noise import LATTICE_BITS
 from sottovoce_core.privacy.guarantee import WEAK_EPSILON
 
-# ---- the verdict -----------------------------------------------------------------------------------------------------
+# ---- verdict ---------------------------------------------------------------------------------------------------------
 
-VerdictKind = Literal["consistent", "refuted", "inconclusive", "unpromised"]
+VerdictKind = Literal["consistent", "refuted", "inconclusive", "no-claim"]
 
 _ORDER: Mapping[BudgetPart | None, int] = {"freshness": 0, "lattice": 1, "marginal": 2, "dependence": 3}
-"""Of classes of tests in the evidence: what names the cause comes first. Noise that is said again is not of its law either."""
+"""Order of the classes of tests in the evidence: the cause first. Repeated noise also has another distribution."""
 
 _MIN_COMPARED_P_VALUE = 1e-30
-"""Of two tests with less than this, neither says more than the other."""
+"""P-value below which two tests count as equally significant."""
 
 _FINDINGS: Mapping[str, str] = {
     "scale": "noise is {:.3g} of the claimed size",
-    "ties": "the same noise was said again, {:,.0f} times",
-    "pair ties": "the same two neighbouring numbers of noise were said again, {:,.0f} times",
-    "permuted messages": "the largest noise of a message was said again in another, {:,.0f} times",
-    "repeated messages": "the same message was said again, {:,.0f} times",
-    "zeros": "{:,.0f} numbers were said without noise",
+    "ties": "the same noise was repeated {:,.0f} times",
+    "pair ties": "the same two neighbouring noise numbers were repeated {:,.0f} times",
+    "permuted messages": "the largest noise of a message was repeated in another {:,.0f} times",
+    "repeated messages": "the same message was repeated {:,.0f} times",
+    "zeros": "{:,.0f} numbers were sent without noise",
     "lattice": "{:,.0f} numbers of noise are not on their lattice",
     "signs": "{:.3g} of all noise is positive",
-    "epsilon of the noise": "noise as it is claimed has an epsilon of {:.3g}",
+    "epsilon of the noise": "the claimed noise has an epsilon of {:.3g}",
 }
-"""What a test has found, by its name, where its statistic says it."""
+"""Descriptions of a failed test by its name, formatted with its statistic."""
 
 _COIN_FAMILIES: frozenset[Family] = frozenset({"likelihood", "black box"})
-"""Families whose tests and bounds suppose that a fair coin chose the world of every run. Exact losses do not."""
+"""Families whose tests and bounds assume that a fair coin chose the world of every run. Exact losses do not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What may be said.
+    """Conclusion of an audit.
 
     Attributes:
-        kind: `consistent`: no violation was found. `refuted`: the claim does not hold. `inconclusive`: a hint that more runs
-            would settle. `unpromised`: there is no finite claim that could fail.
-        text: the same in a sentence.
-        evidence: what the verdict rests on, a sentence each; empty where nothing was found.
-        weak: whether a claim that was not refuted is above `WEAK_EPSILON`, so that keeping it protects little.
+        kind: `consistent`: no violation was found. `refuted`: the claim does not hold. `inconclusive`: weak evidence that more
+            runs would settle. `no-claim`: there is no finite claim that could fail.
+        text: conclusion in a sentence.
+        evidence: reasons for the verdict, a sentence each; empty if nothing was found.
+        is_weak: whether a claim that was not refuted is above `WEAK_EPSILON`, so that keeping it protects little.
     """
 
     kind: VerdictKind
@@ -79,40 +80,42 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class DetectableEffect:
-    """The smallest violation of one kind that would have been found.
+    """Minimum detectable effect of one kind of violation.
 
     Attributes:
-        part: of the audit that finds it.
-        least: how large it is.
-        text: the same in words.
+        part: part of the audit that detects it.
+        min_effect: size of the effect.
+        text: effect in words.
     """
 
     part: BudgetPart
-    size: float
+    min_effect: float
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What all families found.
+    """Findings of all families.
 
     Attributes:
-        runs: of each world, on average, of all pairs of worlds.
-        levels: the chance of a false alarm, divided among all that was looked at.
-        claim: epsilon that is promised over the whole run; infinite: nothing is.
+        runs: number of runs of each world, on average, of all pairs of worlds.
+        alpha_allocation: probability of a false alarm, divided among all tests and bounds.
+        claim: claimed epsilon of the whole run; infinite: no claim.
         tests: every test, with its level.
-        bounds: of guesses of whole runs, each with its claim and its level.
-        excess: the first transcript above the claim.
-        rounds: bounds on single rounds; None: rounds cannot be drawn anew, or their loss is not known.
-        signs: what no correct mechanism does, though it bounds no epsilon, a sentence each.
-        paired: there were two worlds to tell apart.
-        needed: runs of each world with which the claim could be refuted at all.
-        proviso: what the verdict supposes, to be read after the number of runs.
-        void: why the coins that chose the worlds are none; empty: they may be fair. What rests on them is no evidence then.
-        most: the largest lower bound on epsilon that so many runs could give; 0 where nothing is guessed.
-        reaches: what would have been found, had it been there.
-        blind: the plainest violation that would not have been found; empty: the audit could have found these.
-        delta: at which epsilon is claimed and bounded.
+        bounds: bounds from guesses of whole runs, each with its claim and its level.
+        excess: first transcript above the claim.
+        round_bounds: bounds on single rounds; None: rounds cannot be redrawn, or their loss is not known.
+        anomalies: observations that no correct mechanism produces, though they bound no epsilon, a sentence each.
+        has_both_worlds: True if there are runs of both worlds.
+        needed_runs: minimum number of runs of each world that could refute the claim.
+        assumption: assumption of the verdict, printed after the number of runs.
+        void_reason: reason why the coins that chose the worlds are not valid; empty: they may be fair. Findings that depend on
+            them are then no evidence.
+        max_provable_epsilon: largest lower bound on epsilon that this number of runs could give; 0 if nothing is guessed.
+        detectable_effects: minimum detectable effects.
+        undetectable_violation: most obvious violation that would not have been detected; empty: the audit could have detected
+            all of these.
+        delta: delta at which epsilon is claimed and bounded.
     """
 
     runs: int
@@ -133,229 +136,238 @@ class Findings:
     delta: float = 0.0
 
     def select_family(self, family: Family) -> Findings:
-        """What one family found."""
+        """Select the findings of one family."""
         tests = tuple(test for test in self.tests if test.family == family)
         bounds = tuple(bound for bound in self.bounds if bound.family == family)
-        likely = family == "likelihood"
+        is_likelihood = family == "likelihood"
         return replace(
             self,
             tests=tests,
             bounds=bounds,
-            excess=self.excess if likely else None,
-            round_bounds=self.round_bounds if likely else None,
+            excess=self.excess if is_likelihood else None,
+            round_bounds=self.round_bounds if is_likelihood else None,
             anomalies=(),
             void_reason=self.void_reason if family in _COIN_FAMILIES else "",
         )
 
     @property
     def coin_free_findings(self) -> Findings:
-        """What no coin is needed for: noise that is not what is claimed, and losses above the claim."""
+        """Findings that need no coin: noise that differs from the claim, and losses above the claim."""
         tests = tuple(test for test in self.tests if test.family not in _COIN_FAMILIES)
         return replace(self, tests=tests, bounds=(), round_bounds=None)
 
     @property
     def whole_run_bound(self) -> Bound | None:
-        """The likelihood ratio's guesses of whole runs; None: nobody heard enough to make any."""
+        """Bound of the likelihood ratio from guesses of whole runs; None: the adversary's view is too small for guesses."""
         return next((bound for bound in self.bounds if bound.family == "likelihood"), None)
 
     @property
     def best_bound(self) -> tuple[str, float]:
-        """The largest lower bound on epsilon of the whole run, and who gave it: by guesses of whole runs alone.
+        """Guesser with the largest lower bound on epsilon of the whole run, and the bound: by guesses of whole runs only.
 
-        A bound on one round is none on the run: given what was said before, a message may tell up to twice the run's epsilon,
-        where that took as much back.
+        A bound on one round is none on the run: given the earlier messages, a message may reveal up to twice the run's
+        epsilon, where these concealed as much.
         """
         known = [(bound.name, bound.value) for bound in self.bounds]
         return max(known, key=lambda each: each[1], default=("", 0.0))
 
     @property
     def epsilon_lower_bound(self) -> float:
-        """The largest lower bound on epsilon of the whole run."""
+        """Largest lower bound on epsilon of the whole run."""
         return self.best_bound[1]
 
 
-def decide(found: Findings) -> Verdict:
-    """The verdict on what was found."""
-    if found.void_reason:
-        return _decide_without_coins(found)
-    evidence = tuple(_evidence(found))
+def decide(findings: Findings) -> Verdict:
+    """Decide the verdict on the findings."""
+    if findings.void_reason:
+        return _decide_without_coins(findings)
+    evidence = tuple(_list_evidence(findings))
     if evidence:
         return Verdict(
-            "refuted", f"The claim does not hold: {evidence[0]}{found.assumption}.", evidence + found.anomalies
+            "refuted", f"The claim does not hold: {evidence[0]}{findings.assumption}.", evidence + findings.anomalies
         )
-    runs = _runs(found)
-    if math.isinf(found.claim):
-        return Verdict("unpromised", _unpromised(found, runs), found.anomalies)
-    above = f"above {found.epsilon_lower_bound:.3g} " if found.epsilon_lower_bound > 0.0 else ""
-    hints = tuple(_hints(found))
-    if hints:
-        return Verdict("inconclusive", f"No violation {above}found with {runs}, but {hints[0]}.", hints)
-    at = f" at delta {found.delta:.3g}" if found.delta else ""
-    text = f"No violation {above}found with {runs}; epsilon {found.claim:.4g}{at} is claimed."
-    if not found.has_both_worlds:
-        text += " Nothing was guessed, so this bounds no epsilon from below: that takes runs of two worlds."
-    elif not above:
-        text += " No guess was surely better than chance, so the lower bound on epsilon is 0, as it is of anything."
-    weak = found.claim > WEAK_EPSILON
-    if weak:
+    runs = _format_runs(findings)
+    if math.isinf(findings.claim):
+        return Verdict("no-claim", _describe_no_claim(findings, runs), findings.anomalies)
+    lower_bound = f"above {findings.epsilon_lower_bound:.3g} " if findings.epsilon_lower_bound > 0.0 else ""
+    weak_evidence = tuple(_list_weak_evidence(findings))
+    if weak_evidence:
+        return Verdict(
+            "inconclusive", f"No violation {lower_bound}found with {runs}, but {weak_evidence[0]}.", weak_evidence
+        )
+    at = f" at delta {findings.delta:.3g}" if findings.delta else ""
+    text = f"No violation {lower_bound}found with {runs}; epsilon {findings.claim:.4g}{at} is claimed."
+    if not findings.has_both_worlds:
+        text += " No world was guessed, so there is no lower bound on epsilon: run both worlds to get one."
+    elif not lower_bound:
+        text += " No guess was significantly better than chance, so the lower bound on epsilon is 0."
+    is_weak = findings.claim > WEAK_EPSILON
+    if is_weak:
         text += f" That claim is weak: an epsilon above {WEAK_EPSILON:g} rules out almost nothing about a record."
-    return Verdict("consistent", text, is_weak=weak)
+    return Verdict("consistent", text, is_weak=is_weak)
 
 
-def find_blamed_learner(found: Findings, names: Sequence[str], audited: int) -> int | None:
-    """The learner whom a verdict is about, by its index; None: several, or all together.
+def find_blamed_learner(findings: Findings, names: Sequence[str], audited: int) -> int | None:
+    """Find the learner that a verdict is about; return its index, or None for several learners, or all together.
 
-    It is the one whose record was swapped, but where nothing except the noise refutes the claim: that of another may do so.
+    It is the one whose record was replaced, unless only noise refutes the claim: that may be another learner's.
 
     Args:
-        found: by all families.
-        names: of all learners.
-        audited: whose record was swapped.
+        findings: findings of all families.
+        names: names of all learners.
+        audited: index of the learner whose record was replaced.
     """
-    failed = [test for test in found.tests if test.is_significant]
-    rounds = () if found.round_bounds is None else found.round_bounds.bounds
-    of_swap = any(test.family != "conformance" for test in failed) or any(
-        b.is_above_claim for b in (*found.bounds, *rounds)
+    failed = [test for test in findings.tests if test.is_significant]
+    rounds = () if findings.round_bounds is None else findings.round_bounds.bounds
+    is_about_record = any(test.family != "conformance" for test in failed) or any(
+        bound.is_above_claim for bound in (*findings.bounds, *rounds)
     )
-    above = found.excess is not None and math.isfinite(found.claim)
-    if of_swap or above or not failed:
+    has_excess = findings.excess is not None and math.isfinite(findings.claim)
+    if is_about_record or has_excess or not failed:
         return audited
-    # What depends on what of another may lie at either of them.
-    named = [(test.part, _named(test.location, names)) for test in failed]
-    blame = {i for part, each in named if part != "dependence" or len(each) == 1 for i in each}
-    return blame.pop() if len(blame) == 1 else 0 if len(names) == 1 else None
+    # Dependence between two learners may be caused by either of them.
+    locations = [(test.part, _parse_learners(test.location, names)) for test in failed]
+    blamed = {i for part, each in locations if part != "dependence" or len(each) == 1 for i in each}
+    return blamed.pop() if len(blamed) == 1 else 0 if len(names) == 1 else None
 
 
-def _named(where: str, names: Sequence[str]) -> set[int]:
-    """The learners that the place of a test's statistic names, as `east, field 'y'` or `east, and south 2 noisy rounds on`."""
-    pieces = re.split("[;,] (?:and )?", where)
-    return {i for i, name in enumerate(names) if any(re.fullmatch(rf"{re.escape(name)}( -?\d.*)?", p) for p in pieces)}
+def _parse_learners(location: str, names: Sequence[str]) -> set[int]:
+    """Parse the learners in the location of a statistic, such as `east, field 'y'` or `east, and south 2 noisy rounds on`."""
+    parts = re.split("[;,] (?:and )?", location)
+    return {i for i, name in enumerate(names) if any(re.fullmatch(rf"{re.escape(name)}( -?\d.*)?", p) for p in parts)}
 
 
-def _decide_without_coins(found: Findings) -> Verdict:
-    """The audit refutes by what needs no coin, or is void."""
-    kept = decide(replace(found.coin_free_findings, void_reason=""))
-    if kept.kind == "refuted":
-        return replace(kept, evidence=(*kept.evidence, found.void_reason))
-    return Verdict("inconclusive", f"The audit is void with {_runs(found)}: {found.void_reason}.", (found.void_reason,))
-
-
-def _unpromised(found: Findings, runs: str) -> str:
-    said = ["Nothing is promised about what is heard, so nothing can fail."]
-    if found.has_both_worlds:
-        who, bound = found.best_bound
-        at = f" at delta {found.delta:.3g}" if found.delta else ""
-        said.append(f"It shows an epsilon of at least {bound:.3g}{at}{f', by {who}' if bound else ''} ({runs}).")
-    if found.anomalies:
-        said.append(f"Besides, {found.anomalies[0]}.")
-    return " ".join(said)
-
-
-def _runs(found: Findings, factor: int = 1) -> str:
-    """So many times the runs, in words."""
-    runs = factor * found.runs
-    if not found.has_both_worlds:
-        return f"{runs:,} run{'s' * (runs != 1)} of one world"
-    return f"{runs:,} runs of each world{found.assumption}"
-
-
-def _evidence(found: Findings) -> Iterator[str]:
-    """What cannot be if the claim holds; the most definite first."""
-    if found.excess is not None and math.isfinite(found.claim):
-        e = found.excess
-        shown = f"a loss of {e.loss:.4g}, above {e.claim:.4g}"
-        if math.isinf(e.loss):
-            shown = "what is impossible in one of the two worlds, or in both"
-        yield f"run {e.run} shows, after the message of round {e.round}, {shown} ({e.transcript_count:,} runs do)"
-    failed = sorted(
-        (test for test in found.tests if test.is_significant), key=lambda test: _ORDER.get(test.part, len(_ORDER))
+def _decide_without_coins(findings: Findings) -> Verdict:
+    """Decide by findings that need no coin; otherwise the audit is void."""
+    verdict = decide(replace(findings.coin_free_findings, void_reason=""))
+    if verdict.kind == "refuted":
+        return replace(verdict, evidence=(*verdict.evidence, findings.void_reason))
+    return Verdict(
+        "inconclusive",
+        f"The audit is void with {_format_runs(findings)}: {findings.void_reason}.",
+        (findings.void_reason,),
     )
-    for _, of_part in groupby(failed, key=lambda test: test.part):
-        yield _found(list(of_part))
-    for bound in found.bounds:
+
+
+def _describe_no_claim(findings: Findings, runs: str) -> str:
+    sentences = ["There is no privacy claim for the visible messages, so no claim can fail."]
+    if findings.has_both_worlds:
+        guesser, bound = findings.best_bound
+        at = f" at delta {findings.delta:.3g}" if findings.delta else ""
+        sentences.append(f"The lower bound on epsilon is {bound:.3g}{at}{f', by {guesser}' if bound else ''} ({runs}).")
+    if findings.anomalies:
+        sentences.append(f"In addition, {findings.anomalies[0]}.")
+    return " ".join(sentences)
+
+
+def _format_runs(findings: Findings, factor: int = 1) -> str:
+    """Format a multiple of the number of runs."""
+    runs = factor * findings.runs
+    if not findings.has_both_worlds:
+        return f"{runs:,} run{'s' * (runs != 1)} of one world"
+    return f"{runs:,} runs of each world{findings.assumption}"
+
+
+def _list_evidence(findings: Findings) -> Iterator[str]:
+    """List observations that are impossible if the claim holds; the most definite first."""
+    if findings.excess is not None and math.isfinite(findings.claim):
+        e = findings.excess
+        observation = f"a loss of {e.loss:.4g}, above {e.claim:.4g}"
+        if math.isinf(e.loss):
+            observation = "a transcript that is impossible in one of the two worlds, or in both"
+        yield f"run {e.run} shows, after the message of round {e.round}, {observation} ({e.transcript_count:,} runs do)"
+    failed = sorted(
+        (test for test in findings.tests if test.is_significant), key=lambda test: _ORDER.get(test.part, len(_ORDER))
+    )
+    for _, part_tests in groupby(failed, key=lambda test: test.part):
+        yield _describe_failed_tests(list(part_tests))
+    for bound in findings.bounds:
         if bound.is_above_claim:
-            right = f"is right in {bound.correct_guesses} of {bound.guesses} guesses"
+            right = f"is correct in {bound.correct_guesses} of {bound.guesses} guesses"
             at = f" at delta {bound.delta:.3g}" if bound.delta else ""
-            most = f"; most shows in {bound.location}" if bound.location else ""
-            yield f"{bound.name} {right}: epsilon is above {bound.value:.3g}{at}, not {bound.claim:.3g}{most}"
-    for bound in () if found.round_bounds is None else found.round_bounds.bounds:
+            place = f"; the largest effect is in {bound.location}" if bound.location else ""
+            yield f"{bound.name} {right}: epsilon is above {bound.value:.3g}{at}, not {bound.claim:.3g}{place}"
+    for bound in () if findings.round_bounds is None else findings.round_bounds.bounds:
         if bound.is_above_claim:
-            right = f"is guessed right in {bound.correct_guesses} of {bound.guesses} guesses"
+            right = f"is guessed correctly in {bound.correct_guesses} of {bound.guesses} guesses"
             yield f"{bound.name} {right}: epsilon of that round is above {bound.value:.3g}, not {bound.claim:.3g}"
 
 
-def _found(failed: Sequence[Test]) -> str:
-    """What the tests of a class that fail have found: the one that says most, the plainest of several that are as sure."""
+def _describe_failed_tests(failed: Sequence[Test]) -> str:
+    """Describe the failed tests of a class by the most significant one, or the first of several equally significant ones."""
     worst = min(failed, key=lambda test: max(test.p_value, _MIN_COMPARED_P_VALUE) / test.level)
     kind = "scale" if worst.name.endswith(" scale") else worst.name
-    says = (
+    description = (
         _FINDINGS[kind].format(worst.statistic) if kind in _FINDINGS else f"it does not hold that {worst.description}"
     )
     place = f" at {worst.location}" if worst.location else ""
     more = len(failed) - 1
     also = f"; {more:,} more test{'s' * (more > 1)} of {worst.part} fail{'s' * (more == 1)}" if more else ""
-    return f"{says} ({worst.name}{place}: {worst.p_value_text}{also})"
+    return f"{description} ({worst.name}{place}: {worst.p_value_text}{also})"
 
 
-def _hints(found: Findings) -> Iterator[str]:
-    """What keeps a claim from being called consistent, and how many runs would settle it."""
-    if found.runs < found.needed_runs:
-        few = f"so few could not refute an epsilon of {found.claim:.4g}, whatever they show"
-        many = "more than anybody makes" if math.isinf(found.needed_runs) else f"{found.needed_runs:,}"
-        yield f"{few}: {many} of each world are needed"
-    if found.undetectable_violation:
-        yield f"this audit could not have found even {found.undetectable_violation}: it takes more runs, or somebody who hears more"
-    yield from found.anomalies
-    # What would be evidence if it were all that was looked at.
-    for test in found.tests:
-        if test.p_value < min(3 * test.level, found.alpha_allocation.alpha):
-            yield f"{test.name} has {test.p_value_text}; about {_runs(found, 2)} would decide"
-    for bound in found.bounds:
-        alone = min(3 * bound.level, found.alpha_allocation.alpha)
-        if bound.compute_bound(alone) > bound.claim:
+def _list_weak_evidence(findings: Findings) -> Iterator[str]:
+    """List reasons not to call a claim consistent, and the number of runs that would settle each."""
+    if findings.runs < findings.needed_runs:
+        limit = f"this number could not refute an epsilon of {findings.claim:.4g} with any result"
+        needed = "more than 1,000,000,000 runs" if math.isinf(findings.needed_runs) else f"{findings.needed_runs:,}"
+        yield f"{limit}: {needed} of each world are needed"
+    if findings.undetectable_violation:
+        yield (
+            f"this audit could not have detected even {findings.undetectable_violation}: "
+            "use more runs, or an adversary with a larger view"
+        )
+    yield from findings.anomalies
+    # Results that would be evidence without the correction for other tests.
+    for test in findings.tests:
+        if test.p_value < min(3 * test.level, findings.alpha_allocation.alpha):
+            yield f"{test.name} has {test.p_value_text}; about {_format_runs(findings, 2)} would decide"
+    for bound in findings.bounds:
+        level = min(3 * bound.level, findings.alpha_allocation.alpha)
+        if bound.compute_bound(level) > bound.claim:
             factor = bound.find_deciding_factor()
-            more = "" if factor is None else f"; about {factor * found.runs:,} runs of each world would decide"
-            yield f"{bound.name} guesses better than {bound.claim:.3g} allows, by little{more}"
+            more = "" if factor is None else f"; about {factor * findings.runs:,} runs of each world would decide"
+            yield f"{bound.name} guesses slightly better than {bound.claim:.3g} allows{more}"
 
 
-# ---- the smallest violations that would have been found --------------------------------------------------------------
+# ---- minimum detectable effects --------------------------------------------------------------------------------------
 
 _POWER = 0.9
-"""The probability with which what is named would have been found."""
+"""Probability with which a minimum detectable effect is found."""
 
 _NEAR_LAGS = 9
-"""Of two learners' noise, about: the same or the next round and coordinate, and rounds two apart."""
+"""Approximate number of comparisons of two learners' noise: the same or the next round and coordinate, and rounds two apart."""
 
 
 _SIGNED_BITS = 500
-"""Comparisons of a number's sign with bits of its own uniform number, about."""
+"""Approximate number of comparisons of a number's sign with bits of its own uniform number."""
 
-_RESOLVED = 1.6
-"""Numbers for each bit of evidence: one in ten has the other sign, and there may be fewer than are expected."""
+_NUMBERS_PER_BIT = 1.6
+"""Numbers needed for each bit of evidence: one in ten has the other sign, and there may be fewer than expected."""
 
 
-def add_detectable_effects(found: Findings, plan: AuditPlan, numbers: int, losses: FloatArray) -> Findings:
-    """The findings, and what would have been found, had it been there.
+def add_detectable_effects(findings: Findings, plan: AuditPlan, numbers: int, losses: FloatArray) -> Findings:
+    """Add the minimum detectable effects to the findings.
 
     Args:
-        found: by all families.
-        plan: the audit.
-        numbers: of noise that conformance looked at.
-        losses: exact losses of all runs; none where they are not known.
+        findings: findings of all families.
+        plan: plan of the audit.
+        numbers: number of noise values that conformance examined.
+        losses: exact losses of all runs; empty if they are not known.
     """
-    on_lattice = any(test.part == "lattice" for test in found.tests)
-    reaches = (*_of_noise(plan, numbers, on_lattice), *_of_worlds(plan))
-    most = _most(plan)
+    on_lattice = any(test.part == "lattice" for test in findings.tests)
+    effects = (*_list_noise_effects(plan, numbers, on_lattice), *_list_world_effects(plan))
+    max_provable = _compute_max_provable(plan)
     return replace(
-        found,
-        max_provable_epsilon=most,
-        detectable_effects=reaches,
-        undetectable_violation=_blind(plan, numbers, losses, most),
+        findings,
+        max_provable_epsilon=max_provable,
+        detectable_effects=effects,
+        undetectable_violation=_find_undetectable_violation(plan, numbers, losses, max_provable),
     )
 
 
-def _most(plan: AuditPlan) -> float:
-    """The largest lower bound that so many runs could give, if all guesses were right; 0 where nothing is guessed."""
+def _compute_max_provable(plan: AuditPlan) -> float:
+    """Compute the largest lower bound from these runs, if all guesses were correct; 0 if nothing is guessed."""
     if not plan.has_both_worlds:
         return 0.0
     if plan.adversary.can_replay:
@@ -364,7 +376,7 @@ def _most(plan: AuditPlan) -> float:
     return compute_epsilon_lower_bound(guesses, guesses, compute_classifier_level(plan.alpha_allocation))
 
 
-def _of_noise(plan: AuditPlan, numbers: int, on_lattice: bool) -> Iterator[DetectableEffect]:
+def _list_noise_effects(plan: AuditPlan, numbers: int, on_lattice: bool) -> Iterator[DetectableEffect]:
     if not numbers:
         return
     error: float = (
@@ -376,14 +388,18 @@ def _of_noise(plan: AuditPlan, numbers: int, on_lattice: bool) -> Iterator[Detec
     messages = 2 * plan.total_runs * plan.run.spec.rounds * learners
     if learners > 1:
         products = max(1.0, plan.dependence_fraction * numbers / learners)
-        among = _NEAR_LAGS * learners * (learners - 1) / 2
-        share = plan.alpha_allocation.compute_level("conformance", "dependence", 8) / among
-        together = min(1.0, (stats.norm.isf(share / 2) + 1.6) / math.sqrt(products))
-        yield DetectableEffect("dependence", together, f"noise of two learners that is correlated by {together:.2g}")
-    enough = _RESOLVED * -math.log2(plan.alpha_allocation.compute_level("conformance", "dependence", 40) / _SIGNED_BITS)
-    if on_lattice and plan.dependence_fraction * numbers >= enough:
-        bits = LATTICE_BITS + math.floor(math.log2(plan.dependence_fraction * numbers / enough))
-        yield DetectableEffect("dependence", bits, f"signs that are any of the first {bits} bits behind their sizes")
+        comparisons = _NEAR_LAGS * learners * (learners - 1) / 2
+        level = plan.alpha_allocation.compute_level("conformance", "dependence", 8) / comparisons
+        correlation = min(1.0, (stats.norm.isf(level / 2) + 1.6) / math.sqrt(products))
+        yield DetectableEffect(
+            "dependence", correlation, f"noise of two learners that is correlated by {correlation:.2g}"
+        )
+    needed = _NUMBERS_PER_BIT * -math.log2(
+        plan.alpha_allocation.compute_level("conformance", "dependence", 40) / _SIGNED_BITS
+    )
+    if on_lattice and plan.dependence_fraction * numbers >= needed:
+        bits = LATTICE_BITS + math.floor(math.log2(plan.dependence_fraction * numbers / needed))
+        yield DetectableEffect("dependence", bits, f"signs that equal any of the first {bits} bits after their sizes")
     centre = math.sqrt(35.0 / messages)
     yield DetectableEffect("dependence", centre, f"centres that are wrong by {centre:.2g} scales in every message")
     streams = messages * (messages - 1) / (2 * math.log(1 / (1 - _POWER)))
@@ -393,44 +409,46 @@ def _of_noise(plan: AuditPlan, numbers: int, on_lattice: bool) -> Iterator[Detec
         )
 
 
-def _of_worlds(plan: AuditPlan) -> Iterator[DetectableEffect]:
+def _list_world_effects(plan: AuditPlan) -> Iterator[DetectableEffect]:
     if not plan.has_both_worlds:
         return
     if plan.adversary.can_replay:
-        needed = _epsilon_found(plan)
+        needed = _find_min_epsilon(plan)
         if math.isfinite(needed):
             yield DetectableEffect("whole runs", needed, f"guesses of whole runs that need an epsilon of {needed:.3g}")
     area = 0.5 + 5.6 / math.sqrt(6 * min(pair.runs for pair in plan.pairs))
     if area < 1.0:
         worlds = "the worlds of any pair" if plan.other_pairs else "the worlds"
         yield DetectableEffect(
-            "worlds", area, f"a length, a time or a count that tells {worlds} apart with an AUC of {area:.2g}"
+            "worlds", area, f"a length, a time or a count that distinguishes {worlds} with an AUC of {area:.2g}"
         )
 
 
-def _epsilon_found(plan: AuditPlan) -> float:
-    """The smallest epsilon, if all of it shows in every run, that guesses put above the claim; infinite: none."""
-    guesses, share = 2 * plan.runs, plan.alpha_allocation.compute_level("likelihood", "whole runs")
-    if compute_max_provable_epsilon(plan.runs, share) <= plan.epsilon:
+def _find_min_epsilon(plan: AuditPlan) -> float:
+    """Find the smallest epsilon, fully realised in every run, that guesses put above the claim; infinite: none."""
+    guesses, level = 2 * plan.runs, plan.alpha_allocation.compute_level("likelihood", "whole runs")
+    if compute_max_provable_epsilon(plan.runs, level) <= plan.epsilon:
         return math.inf
     for epsilon in np.geomspace(max(plan.epsilon, 1e-3), max(plan.epsilon, 1e-3) + 40.0, 200).tolist():
-        usual = int(stats.binom.ppf(1 - _POWER, guesses, special.expit(epsilon)))
-        if compute_epsilon_lower_bound(usual, guesses, share) > plan.epsilon:
+        correct = int(stats.binom.ppf(1 - _POWER, guesses, special.expit(epsilon)))
+        if compute_epsilon_lower_bound(correct, guesses, level) > plan.epsilon:
             return float(epsilon)
     return math.inf
 
 
-def _blind(plan: AuditPlan, numbers: int, losses: FloatArray, most: float) -> str:
-    """The plainest violation that the audit could not have found, in words; empty: it could have found these."""
-    exceeds = most > plan.epsilon
-    share = plan.alpha_allocation.compute_level("likelihood", "calibration", 8)
-    chances = special.expit(np.abs(losses[np.isfinite(losses)]))
-    certain = bool(len(chances)) and float(np.log(chances).sum()) < math.log(share / 2)
-    if not (numbers or exceeds or certain):
+def _find_undetectable_violation(plan: AuditPlan, numbers: int, losses: FloatArray, max_provable: float) -> str:
+    """Find the most obvious violation that the audit could not have detected; empty: it could have detected all of these."""
+    exceeds = max_provable > plan.epsilon
+    level = plan.alpha_allocation.compute_level("likelihood", "calibration", 8)
+    probabilities = special.expit(np.abs(losses[np.isfinite(losses)]))
+    detects_no_noise = bool(len(probabilities)) and float(np.log(probabilities).sum()) < math.log(level / 2)
+    if not (numbers or exceeds or detects_no_noise):
         return "a learner without noise"
-    least = special.gammaincinv(max(numbers, 1), plan.alpha_allocation.compute_level("conformance", "marginal", 8) / 2)
-    halved = numbers > 0 and float(special.gammainc(numbers, 2.0 * least)) >= _POWER
-    slope = float(np.sum(losses[np.isfinite(losses)] ** 2 * chances * (1.0 - chances))) > 4.9**2
-    if not (halved or exceeds or slope):
+    quantile = special.gammaincinv(
+        max(numbers, 1), plan.alpha_allocation.compute_level("conformance", "marginal", 8) / 2
+    )
+    detects_half_noise = numbers > 0 and float(special.gammainc(numbers, 2.0 * quantile)) >= _POWER
+    detects_slope = float(np.sum(losses[np.isfinite(losses)] ** 2 * probabilities * (1.0 - probabilities))) > 4.9**2
+    if not (detects_half_noise or exceeds or detects_slope):
         return "a learner with half of its noise"
     return ""

@@ -1,10 +1,10 @@
-"""Two adjacent worlds, runs of both on the simulator, and what a swap does without noise.
+"""Two adjacent worlds, simulated runs of both, and the effect of a record replacement without noise.
 
-The worlds hold the same records, but for one record that is another one in the second world. A fair coin chooses the world of
-every run; runs are simulated some at a time, each share with noise of its own.
+The worlds hold the same records except one, which another record replaces in world 1. A fair coin chooses the world of every
+run. Runs are simulated in chunks; each chunk has independent noise.
 
-Runs that differ in the swapped record alone, not in noise, give a picture and no evidence: an adversary does not know the noise.
-They show the size of what noise must hide.
+Runs that differ only in the replaced record and share their noise are an illustration and no evidence: an adversary does not
+know the noise. They show the size of the effect that the noise must hide.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Worlds:
     """Two adjacent data sets.
 
     Attributes:
-        learner: whose record differs.
-        first, second: its records in either world.
-        what: the swap in words.
-        shared: all learners hold these very records, so that one swap is everybody's.
+        learner: learner whose record differs.
+        records_0, records_1: its records in worlds 0 and 1.
+        description: replacement in words.
+        is_shared: True if all learners hold these very records, so that one replacement affects all of them.
 
     Raises:
-        DataError: they are not adjacent.
+        DataError: the two data sets are not adjacent.
     """
 
     learner: int
@@ -55,13 +55,13 @@ class Worlds:
     def __post_init__(self) -> None:
         if not np.array_equal(self.records_0.offsets, self.records_1.offsets):
             raise DataError("adjacent worlds must have equally many records in every round")
-        swapped = np.flatnonzero(self.find_differing_uses())
-        rows = {(int(self.records_0.order[k]), int(self.records_1.order[k])) for k in swapped.tolist()}
+        differing = np.flatnonzero(self.find_differing_uses())
+        rows = {(int(self.records_0.order[k]), int(self.records_1.order[k])) for k in differing.tolist()}
         if len(rows) != 1:
             raise DataError(f"adjacent worlds must differ in exactly one record, got {len(rows)}")
 
     def find_differing_uses(self) -> FloatArray:
-        """`(uses,)` which uses differ."""
+        """Return `(uses,)` whether each use of a record differs between the worlds."""
         first, second = self.records_0, self.records_1
         features = (first.features[first.order] != second.features[second.order]).any(axis=1)
         differs: FloatArray = features | (first.labels[first.order] != second.labels[second.order])
@@ -69,26 +69,26 @@ class Worlds:
 
     @property
     def replacements_per_round(self) -> IntArray:
-        """`(rounds,)` how many records of each round differ."""
+        """`(rounds,)` number of differing records in each round."""
         rounds = np.searchsorted(self.records_0.offsets, np.flatnonzero(self.find_differing_uses()), side="right") - 1
         return np.bincount(rounds, minlength=self.records_0.rounds).astype(np.int64)
 
     def get_records(self, world: int) -> LearnerData:
-        """Records of the learner in world 0 or 1."""
+        """Return the learner's records in world 0 or 1."""
         return self.records_1 if world else self.records_0
 
     def build_data(self, data: PlacedData, world: int) -> PlacedData:
-        """All learners' records in world 0 or 1."""
+        """Build all learners' records in world 0 or 1."""
         if self.is_shared:
             return replace(data, learners=(self.get_records(world),) * len(data.learners))
         return data.with_learner(self.learner, self.get_records(world))
 
     def list_holders(self, run: Run) -> tuple[int, ...]:
-        """The learners whose messages depend on the record."""
+        """List the learners whose messages depend on the differing record."""
         return tuple(range(run.spec.n_learners)) if self.is_shared else (self.learner,)
 
     def require_learnable(self, loss: Loss) -> None:
-        """Refuse records that the loss is not defined for: what is promised is about others.
+        """Reject records for which the loss is not defined: the privacy claim does not cover them.
 
         Raises:
             DataError: a label outside the loss's domain, or numbers that are not finite.
@@ -102,19 +102,19 @@ class Worlds:
                 raise DataError(f"a record of the two worlds ({self.description}) does not fit: {error}") from None
 
     def compute_guarantee(self, run: Run) -> Guarantee:
-        """What is promised for this very swap to somebody who hears every holder: their losses added up."""
+        """Compute the guarantee for this replacement against an adversary that sees every holder: the sum of their losses."""
         counts = np.diff(self.records_0.offsets)
         return compose_guarantees(
             [run.guarantee(i, counts, self.replacements_per_round) for i in self.list_holders(run)]
         )
 
     def compute_losses(self, run: Run, transcript: Transcript) -> FloatArray:
-        """`(rounds, replicas)` exact privacy loss of every round, `log p(y|first) - log p(y|second)`.
+        """Compute `(rounds, replicas)` the exact privacy loss of every round, `log p(y|world 0) - log p(y|world 1)`.
 
-        Infinite where one world could not have said it, not-a-number where neither could.
+        The loss is infinite where one world could not have produced the message, and not-a-number where neither could.
 
         Raises:
-            CaptureError: a holder was not heard in the first round.
+            CaptureError: the messages of a holder are missing in the first round.
         """
         return replay_losses(run, transcript, self.list_holders(run), [self.records_0, self.records_1]).realised_losses[
             :, 0
@@ -124,12 +124,12 @@ class Worlds:
 def replay_losses(
     run: Run, transcript: Transcript, holders: Sequence[int], worlds: Sequence[LearnerData]
 ) -> PrivacyLosses:
-    """What the messages of all holders of a record tell, between the first world and each other one: their losses added up.
+    """Compute the privacy losses of all holders' messages, between world 0 and each other world, summed over the holders.
 
     Raises:
-        CaptureError: a holder was not heard in the first round.
+        CaptureError: the messages of a holder are missing in the first round.
     """
-    with np.errstate(invalid="ignore"):  # neither world could have said it
+    with np.errstate(invalid="ignore"):  # not-a-number where no world could have produced the message
         each = [replay(run, transcript, i, worlds) for i in holders]
         rounds = min(len(losses.realised_losses) for losses in each)
         realised: FloatArray = np.sum([losses.realised_losses[:rounds] for losses in each], axis=0)
@@ -147,50 +147,52 @@ def build_worlds(
     replacement_name: str = "another one",
     is_shared: bool = False,
 ) -> Worlds:
-    """One record of a learner, in all of its uses, against another one.
+    """Build the worlds in which another record replaces one record of a learner in all of its uses.
 
     Args:
         data: all records.
-        learner: whose.
-        row: which.
-        features: of the other one, as placed: scaled, with the intercept.
-        label: of the other one, in the domain of the loss.
-        other: the other one, in words.
-        shared: all learners hold the same records.
+        learner: index of the learner that holds the record.
+        row: index of the record.
+        features: features of the replacement as placed: scaled, with the intercept.
+        label: label of the replacement, in the domain of the loss.
+        replacement_name: replacement in words.
+        is_shared: True if all learners hold the same records.
 
     Raises:
-        DataError: no such record, one that does not fit, or the same again.
+        DataError: there is no such record, or the replacement does not fit or is equal to it.
     """
     own = data.learners[learner]
     if 0 <= row < len(own.labels) and row not in own.order:
         raise DataError(
-            f"record {row} is learned in no round, so a swap shows nothing; record {own.order[0]} is learned"
+            f"the replaced record must be learned in some round, got record {row}, which is never learned; "
+            f"choose another one, such as record {own.order[0]}"
         )
-    what = f"record {row}, in all of its uses, against {replacement_name}"
-    return Worlds(learner, own, own.with_record(row, features, label), what, is_shared)
+    description = f"record {row}, in all of its uses, against {replacement_name}"
+    return Worlds(learner, own, own.with_record(row, features, label), description, is_shared)
 
 
 # ---- runs on the simulator -------------------------------------------------------------------------------------------
 
 NoiseFactory = Callable[[np.random.SeedSequence], NoiseSource]
-"""How an audited learner draws its noise."""
+"""Constructor of an audited learner's noise source from a seed."""
 
 ProgressCallback = Callable[[float], None]
-"""Is told, while something is done, what share of it is done."""
+"""Callback that receives the completed fraction of the work."""
 
 MAX_TRANSCRIPT_BYTES = 2**27
-"""Of the messages that are held at a time."""
+"""Maximum number of message bytes kept in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRuns:
-    """Some runs of one world.
+    """Recorded runs of one world.
 
     Attributes:
         world: 0 or 1.
-        transcript: what was said.
-        decisions: `(rounds, learners, replicas, dim)` in use when a round's records arrived; None: not published.
-        channel: what else crossed the wire, of every run, by view: sizes, times, metadata. Only real services have any.
+        transcript: messages of the runs.
+        decisions: `(rounds, learners, replicas, dim)` decisions in use when the records of a round arrived; None: not
+            published.
+        channel_features: everything else on the wire of every run, by view: sizes, times, metadata. Empty for simulated runs.
     """
 
     world: int
@@ -199,25 +201,25 @@ class RecordedRuns:
     channel_features: tuple[Mapping[str, RunFeatures], ...] = ()
 
 
-def discard_progress(done: float) -> None:
-    """Is told, and nothing comes of it."""
+def discard_progress(fraction: float) -> None:
+    """Ignore the progress report."""
 
 
-def scale_progress(tell: ProgressCallback, start: float, stop: float) -> ProgressCallback:
-    """Is told how far a part of something is that reaches from one share of it to another."""
-    return lambda done: tell(start + (stop - start) * done)
+def scale_progress(on_progress: ProgressCallback, start: float, stop: float) -> ProgressCallback:
+    """Map the progress 0..1 of a subtask to [start, stop] of the whole."""
+    return lambda fraction: on_progress(start + (stop - start) * fraction)
 
 
 @dataclass(frozen=True, slots=True)
 class RunChunk:
-    """Some of the runs to be made.
+    """Runs of one world that one task makes.
 
     Attributes:
-        world: of all of them.
-        runs: how many.
-        seed: of their noise.
-        pair: of worlds, by its place in `AuditPlan.pairs`.
-        tell: is told how far they are, wherever they are made.
+        world: world of all of them.
+        runs: number of runs.
+        seed: seed of their noise.
+        pair_index: index of the pair of worlds in `AuditPlan.pairs`.
+        on_progress: receives the completed fraction of the chunk, also from another process.
     """
 
     world: int
@@ -228,19 +230,19 @@ class RunChunk:
 
 
 def spawn_seeds(seed: np.random.SeedSequence, count: int) -> list[np.random.SeedSequence]:
-    """Independent seeds from one, the same ones whenever asked (`SeedSequence.spawn` counts)."""
+    """Derive independent seeds from one; equal calls give equal seeds, unlike `SeedSequence.spawn`, which counts."""
     return np.random.SeedSequence(seed.entropy, spawn_key=seed.spawn_key, pool_size=seed.pool_size).spawn(count)
 
 
-def plan_chunks(runs: int, most: int, seed: np.random.SeedSequence, pair: int = 0) -> list[RunChunk]:
-    """`2 runs` runs, each in a world that a fair coin chose, at most so many in a share; worlds take turns."""
+def plan_chunks(runs: int, max_chunk_runs: int, seed: np.random.SeedSequence, pair_index: int = 0) -> list[RunChunk]:
+    """Plan `2 runs` runs, each in a world chosen by a fair coin, in chunks of at most `max_chunk_runs`; worlds alternate."""
     coins, *sources = spawn_seeds(seed, 3)
-    seconds = int(np.random.default_rng(coins).binomial(2 * runs, 0.5))
+    world_1_runs = int(np.random.default_rng(coins).binomial(2 * runs, 0.5))
     by_world = []
-    for world, (count, source) in enumerate(zip((2 * runs - seconds, seconds), sources, strict=True)):
-        sizes = [min(most, count - done) for done in range(0, count, most)]
+    for world, (count, source) in enumerate(zip((2 * runs - world_1_runs, world_1_runs), sources, strict=True)):
+        sizes = [min(max_chunk_runs, count - done) for done in range(0, count, max_chunk_runs)]
         seeds = spawn_seeds(source, len(sizes))
-        by_world.append([RunChunk(world, size, own, pair) for size, own in zip(sizes, seeds, strict=True)])
+        by_world.append([RunChunk(world, size, own, pair_index) for size, own in zip(sizes, seeds, strict=True)])
     longest = max(map(len, by_world))
     return [own[k] for k in range(longest) for own in by_world if k < len(own)]
 
@@ -249,59 +251,59 @@ def simulate_runs(
     run: Run,
     data: PlacedData,
     worlds: Worlds,
-    share: RunChunk,
+    chunk: RunChunk,
     noise: NoiseFactory,
     *,
     rounds: int | None = None,
     keep_all_learners: bool = False,
     keep_decisions: bool = False,
 ) -> RecordedRuns:
-    """Simulate a share of the runs.
+    """Simulate one chunk of the runs.
 
     Args:
-        run: what runs.
-        data: of all learners; the holders' records are those of the world.
+        run: run to simulate.
+        data: records of all learners; the holders' records are replaced by those of the world.
         worlds: the two worlds.
-        share: of which world, and how many.
-        noise: where the noise comes from.
-        rounds: only the first ones (default: all).
-        everybody: keep what all learners say, not only what a replay needs.
-        decisions: keep all decisions, too.
+        chunk: chunk with the world and the number of runs.
+        noise: constructor of the noise source.
+        rounds: number of first rounds to simulate (default: all).
+        keep_all_learners: keep the messages of all learners, not only those that a replay needs.
+        keep_decisions: keep all decisions, too.
     """
     kept = slice(None) if keep_all_learners else find_needed_learners(run, worlds)
     rounds = run.spec.rounds if rounds is None else rounds
-    lead = (rounds, run.spec.n_learners, share.runs)
-    # All else is left at zero, whose pages take no memory.
-    said = {name: np.zeros((*lead, *shape)) for name, shape in run.field_shapes.items()}
-    decided = np.empty((*lead, run.algorithm.dim)) if keep_decisions else None
-    known = worlds.build_data(data, share.world)
-    for step in islice(simulate_rounds(run, known, noise(share.seed), share.runs), rounds):
-        for name, values in said.items():
+    leading_shape = (rounds, run.spec.n_learners, chunk.runs)
+    # All other entries remain zero; their pages take no memory.
+    fields = {name: np.zeros((*leading_shape, *shape)) for name, shape in run.field_shapes.items()}
+    decisions = np.empty((*leading_shape, run.algorithm.dim)) if keep_decisions else None
+    world_data = worlds.build_data(data, chunk.world)
+    for step in islice(simulate_rounds(run, world_data, noise(chunk.seed), chunk.runs), rounds):
+        for name, values in fields.items():
             values[step.t, kept] = step.message[name][kept]
-        if decided is not None:
-            decided[step.t] = step.decisions_before
-        share.on_progress((step.t + 1) / rounds)
-    return RecordedRuns(share.world, Transcript(said), decided)
+        if decisions is not None:
+            decisions[step.t] = step.decisions_before
+        chunk.on_progress((step.t + 1) / rounds)
+    return RecordedRuns(chunk.world, Transcript(fields), decisions)
 
 
 def find_needed_learners(run: Run, worlds: Worlds) -> list[int]:
-    """The learners whose messages a replay needs: the holders, and those that they ever hear."""
+    """Return the learners whose messages a replay needs: the holders and all their in-neighbours."""
     holders = worlds.list_holders(run)
     mixings = [run.network.mixing(t) for t in range(run.spec.rounds)]
-    heard = {j for mixing in mixings for i in holders for j in mixing.in_neighbour_weights(i)}
-    return sorted(heard.union(holders))
+    senders = {j for mixing in mixings for i in holders for j in mixing.in_neighbour_weights(i)}
+    return sorted(senders.union(holders))
 
 
 def count_numbers(run: Run) -> int:
-    """Numbers that all learners say in a run."""
-    said = sum(math.prod(shape) for shape in run.field_shapes.values())
-    return run.spec.rounds * run.spec.n_learners * said
+    """Count the numbers that all learners send in a run."""
+    numbers_per_message = sum(math.prod(shape) for shape in run.field_shapes.values())
+    return run.spec.rounds * run.spec.n_learners * numbers_per_message
 
 
 def count_runs_in_memory(run: Run, *, keep_decisions: bool = False) -> int:
-    """Of how many runs the messages fit into `MAX_TRANSCRIPT_BYTES`."""
-    decided = run.spec.rounds * run.spec.n_learners * run.algorithm.dim if keep_decisions else 0
-    return max(1, MAX_TRANSCRIPT_BYTES // (8 * (count_numbers(run) + decided)))
+    """Count the runs whose messages fit into `MAX_TRANSCRIPT_BYTES` together."""
+    decision_numbers = run.spec.rounds * run.spec.n_learners * run.algorithm.dim if keep_decisions else 0
+    return max(1, MAX_TRANSCRIPT_BYTES // (8 * (count_numbers(run) + decision_numbers)))
 
 
 # ---- runs that differ in one record alone ----------------------------------------------------------------------------
@@ -309,14 +311,14 @@ def count_runs_in_memory(run: Run, *, keep_decisions: bool = False) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CoupledRuns:
-    """One number of the learner's messages over all rounds, `(rounds,)` each.
+    """Two runs with the same noise that differ in one record: one number of the learner's messages, `(rounds,)` each.
 
     Attributes:
-        field, coordinate: which number: the one that the swap moves most where there is no noise.
-        swapped: the first round that learns the record.
-        first, second: said in either world, with the same noise.
-        noiseless_0, noiseless_1: without any noise.
-        scale: of the noise.
+        field, coordinate: position of the number: the one that the replacement moves most without noise.
+        first_affected_round: first round that learns the record.
+        message_0, message_1: number in worlds 0 and 1, with the same noise.
+        noiseless_0, noiseless_1: number in worlds 0 and 1 without any noise.
+        scale: noise scale.
     """
 
     field: str
@@ -330,7 +332,7 @@ class CoupledRuns:
 
     @property
     def largest_shift_round(self) -> int:
-        """The round whose message the swap moves most, against the noise; without noise: most."""
+        """The round whose message the replacement moves most relative to the noise; without noise, in absolute terms."""
         moved = np.abs(self.noiseless_0 - self.noiseless_1)
         known = np.where(self.scale > 0, self.scale, np.inf)
         relative = moved / known if np.isfinite(known).any() else moved
@@ -338,37 +340,39 @@ class CoupledRuns:
 
 
 def simulate_coupled_runs(run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequence) -> CoupledRuns:
-    """Simulate both worlds with the same noise, and without any."""
+    """Simulate both worlds with the same noise, and without noise."""
     learner = worlds.learner
-    heard = [
+    transcripts = [
         simulate_runs(run, data, worlds, RunChunk(world, 1, seed), noise).transcript
         for noise in (SeededNoise, lambda _: no_noise)
         for world in (0, 1)
     ]
     moved = {
-        name: np.abs(values[:, learner, 0] - heard[3].fields[name][:, learner, 0]).max(axis=0)
-        for name, values in heard[2].fields.items()
+        name: np.abs(values[:, learner, 0] - transcripts[3].fields[name][:, learner, 0]).max(axis=0)
+        for name, values in transcripts[2].fields.items()
     }
     field = max(moved, key=lambda name: float(moved[name].max()))
     coordinate = int(moved[field].argmax())
-    first, second, *bare = (np.ascontiguousarray(each.fields[field][:, learner, 0, coordinate]) for each in heard)
+    first, second, *noiseless = (
+        np.ascontiguousarray(each.fields[field][:, learner, 0, coordinate]) for each in transcripts
+    )
     scale = np.array([run.algorithm.noise_scale(learner, t) for t in range(run.spec.rounds)])
     return CoupledRuns(
-        field, coordinate, int(worlds.replacements_per_round.argmax()), first, second, bare[0], bare[1], scale
+        field, coordinate, int(worlds.replacements_per_round.argmax()), first, second, noiseless[0], noiseless[1], scale
     )
 
 
-# ---- what a learner keeps to itself ----------------------------------------------------------------------------------
+# ---- private quantities of a learner ---------------------------------------------------------------------------------
 
 PRIVATE_QUANTITIES = ("norm of the gradient", "loss", "norm of the decision")
-"""Summed over rounds. Numbers of records are the same in both worlds."""
+"""Names of the private quantities, each summed over the rounds. The number of records is the same in both worlds."""
 
 
 def compute_private_differences(run: Run, worlds: Worlds, transcript: Transcript) -> FloatArray:
-    """`(runs, len(QUANTITIES))`: every quantity in the first world, without what it is in the second.
+    """Compute `(runs, len(PRIVATE_QUANTITIES))` each private quantity in world 0 minus its value in world 1.
 
-    A function of what was heard: it knows nothing of the world that the run lived in. Rounds that were not heard count for
-    nothing, and so does what is not finite.
+    The result is a function of the messages alone; the world of the run is not used. Rounds without messages, and values that
+    are not finite, count as zero.
     """
     sides = worlds.records_0, worlds.records_1
     replay = Replay(run, worlds.learner, transcript.replicas, len(sides))
@@ -379,13 +383,13 @@ def compute_private_differences(run: Run, worlds: Worlds, transcript: Transcript
         if not replay.is_known:
             break
         decisions = replay.decision
-        one, other = (_kept(run.loss, decisions[w], batch) for w, batch in enumerate(batches))
-        total += np.nan_to_num(one - other, nan=0.0, posinf=0.0, neginf=0.0)
+        first, second = (_compute_private_quantities(run.loss, decisions[w], batch) for w, batch in enumerate(batches))
+        total += np.nan_to_num(first - second, nan=0.0, posinf=0.0, neginf=0.0)
     return total
 
 
-def _kept(loss: Loss, decision: FloatArray, batch: Batch) -> FloatArray:
-    """`(runs, len(QUANTITIES))` of a round's records, learned at `decision (runs, dim)`."""
+def _compute_private_quantities(loss: Loss, decision: FloatArray, batch: Batch) -> FloatArray:
+    """Compute `(runs, len(PRIVATE_QUANTITIES))` of the records of a round, learned at `decision (runs, dim)`."""
     norms = np.linalg.norm(decision, axis=-1)
     if not batch.size:
         return np.stack([np.zeros_like(norms), np.zeros_like(norms), norms], axis=-1)

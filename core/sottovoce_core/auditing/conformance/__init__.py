@@ -1,1 +1,1 @@
-"""Is the noise of all messages what the algorithm says it is? One world is enough."""
+"""Conformance tests of the noise in all messages against the claimed algorithm; one world is enough."""

@@ -1,7 +1,7 @@
-"""All tests of conformance: they look at runs some at a time, keep little of them, and what they keep adds up.
+"""Battery of all conformance tests: they process runs in blocks, keep little of them, and their statistics are additive.
 
-What is tested, and how it can be refuted, class by class: docs/audit.md. To add a class of tests, write an `ConformanceTest` and list
-it in `CONFORMANCE_TESTS`.
+The tests and the faults that each class detects are described in docs/audit.md. To add a class of tests, write a
+`ConformanceTest` and list it in `CONFORMANCE_TESTS`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from sottovoce_core.runs.transcript import Transcript
 
 
 class Dependence(ConformanceTest):
-    """Noise depends on no other noise, and on nothing before it.
+    """Tests that noise is independent of other noise and of everything before it.
 
-    It looks at blocks that are `close`: what it does costs more per number than all other tests together.
+    They use blocks that have the past: their cost per number is higher than that of all other tests together.
     """
 
     part: ClassVar[BudgetPart] = "dependence"
 
-    def __init__(self, layout: Layout, share: float = 1.0) -> None:
-        super().__init__(layout, share)
+    def __init__(self, layout: Layout, fraction: float = 1.0) -> None:
+        super().__init__(layout, fraction)
         self._parts: tuple[ConformanceTest, ...] = tuple(
             kind(layout) for kind in (Lags, Correlations, Regressors, Relations, Uniforms)
         )
@@ -51,71 +51,73 @@ class Dependence(ConformanceTest):
                 each.add(block)
 
     def merge(self, other: Self) -> None:
-        for mine, its in zip(self._parts, other._parts, strict=True):
-            mine.merge(its)
+        for own, theirs in zip(self._parts, other._parts, strict=True):
+            own.merge(theirs)
 
-    def _every(self) -> Iterator[Test]:
+    def _iterate_tests(self) -> Iterator[Test]:
         return (test for each in self._parts for test in each.compute_tests())
 
 
-# ---- the battery -----------------------------------------------------------------------------------------------------
+# ---- battery ---------------------------------------------------------------------------------------------------------
 
 CONFORMANCE_TESTS: tuple[type[ConformanceTest], ...] = (Marginal, Lattice, Dependence, Freshness)
 
 _MAX_CLOSE_BLOCK_NUMBERS, _MAX_BLOCK_NUMBERS = 2**21, 2**22
-"""Numbers in a block that is looked at for dependence, too, some 100 bytes each; and in any other, some 30."""
+"""Maximum numbers in a block that is tested for dependence, too, some 100 bytes each; and in any other, some 30."""
 
 _MAX_SAMPLE_NUMBERS = 2**20
-"""Numbers of the audited learner that are kept for pictures, at most; of all others together as many again."""
+"""Maximum number of noise values of the audited learner kept for plots; the same number for all others together."""
 
 
 class Battery:
-    """What all instruments keep of the runs that they have seen.
+    """Statistics of all tests over the runs added so far.
 
     Args:
-        layout: of their blocks.
-        audited: index of the learner of whose noise most is shown.
-        share: of all runs that it is to see, to be merged with the others.
+        layout: layout of the blocks.
+        audited: index of the learner with the largest noise sample.
+        fraction: fraction of all runs that will be added here, to be merged with the others.
 
     Attributes:
-        numbers: of noise, of all learners.
-        shown: some of every learner's, standardised, the most of the audited one's.
+        noise_count: number of noise values, of all learners.
+        noise_samples: sample of every learner's noise, standardised, the largest of the audited one's.
     """
 
-    def __init__(self, layout: Layout, audited: int, share: float = 1.0) -> None:
+    def __init__(self, layout: Layout, audited: int, fraction: float = 1.0) -> None:
         learners = len(layout.learners)
         self.noise_count = 0
         self.noise_samples: list[FloatArray] = [np.empty(0)] * learners
-        self._most = [_MAX_SAMPLE_NUMBERS if i == audited else _MAX_SAMPLE_NUMBERS // learners for i in range(learners)]
-        # Of a share of all runs twice as much as will be shown of it.
-        self._rooms = [min(each, math.ceil(2.0 * share * each)) for each in self._most]
-        self._instruments = tuple(kind(layout, share) for kind in CONFORMANCE_TESTS)
+        self._max_samples = [
+            _MAX_SAMPLE_NUMBERS if i == audited else _MAX_SAMPLE_NUMBERS // learners for i in range(learners)
+        ]
+        # For a fraction of all runs, twice the sample that will be kept of it.
+        self._sample_limits = [min(each, math.ceil(2.0 * fraction * each)) for each in self._max_samples]
+        self._tests = tuple(kind(layout, fraction) for kind in CONFORMANCE_TESTS)
 
-    def add(self, block: Block, tell: ProgressCallback = discard_progress) -> None:
-        """Look at some more runs, and tell how far that is."""
+    def add(self, block: Block, on_progress: ProgressCallback = discard_progress) -> None:
+        """Add a block of runs, and report the progress."""
         self.noise_count += block.count
-        rooms = zip(block.values, self._rooms, self.noise_samples, strict=True)
-        self._show([_first(values, room - len(own)) for values, room, own in rooms])
-        for k, each in enumerate(self._instruments, 1):
+        limits = zip(block.values, self._sample_limits, self.noise_samples, strict=True)
+        self._add_samples([_take_first_known(values, limit - len(own)) for values, limit, own in limits])
+        for k, each in enumerate(self._tests, 1):
             each.add(block)
-            tell(k / len(self._instruments))
+            on_progress(k / len(self._tests))
 
-    def _show(self, values: Sequence[FloatArray]) -> None:
-        pairs = zip(self.noise_samples, values, self._most, strict=True)
-        self.noise_samples = [np.concatenate([own, more])[:most] if len(more) else own for own, more, most in pairs]
+    def _add_samples(self, values: Sequence[FloatArray]) -> None:
+        pairs = zip(self.noise_samples, values, self._max_samples, strict=True)
+        self.noise_samples = [
+            np.concatenate([own, new])[:max_count] if len(new) else own for own, new, max_count in pairs
+        ]
 
     def merge(self, other: Battery) -> None:
-        """Take in what another one keeps of other runs."""
+        """Merge the statistics of other runs."""
         self.noise_count += other.noise_count
-        self._show(other.noise_samples)
-        for mine, its in zip(self._instruments, other._instruments, strict=True):
-            mine.merge(its)
+        self._add_samples(other.noise_samples)
+        for own, theirs in zip(self._tests, other._tests, strict=True):
+            own.merge(theirs)
 
     def compute_tests(self, levels: AlphaAllocation) -> tuple[Test, ...]:
-        """All tests, each with its level."""
-        return tuple(
-            test for each in self._instruments for test in levels.assign_levels(each.part, each.compute_tests())
-        )
+        """Compute all tests, each with its level."""
+        return tuple(test for each in self._tests for test in levels.assign_levels(each.part, each.compute_tests()))
 
 
 def examine_noise(
@@ -124,70 +126,70 @@ def examine_noise(
     worlds: Worlds,
     world: int,
     transcript: Transcript,
-    close: int,
-    share: float = 1.0,
-    tell: ProgressCallback = discard_progress,
+    past_runs: int,
+    fraction: float = 1.0,
+    on_progress: ProgressCallback = discard_progress,
 ) -> Battery:
-    """Take the noise off all messages of some runs of one world, and look at it.
+    """Extract the noise of all messages of some runs of one world, and add it to a battery.
 
     Args:
-        run: what is claimed to run.
-        data: of all learners.
+        run: claimed run.
+        data: records of all learners.
         worlds: the two worlds.
-        world: of these runs.
-        transcript: what all learners said.
-        close: so many runs are looked at for dependence, too.
-        share: of all runs of the audit; less is kept of a smaller one, before it is merged with the others.
-        tell: is told how far it is.
+        world: world of these runs.
+        transcript: messages of all learners.
+        past_runs: number of runs that are tested for dependence, too.
+        fraction: fraction of all runs of the audit; a smaller one keeps less until it is merged with the others.
+        on_progress: receives the progress.
     """
     fields = tuple((name, values.shape[-1]) for name, values in transcript.fields.items())
     layout = Layout(run.spec.names, transcript.rounds, fields)
-    found, schedule = Battery(layout, worlds.learner, share), Schedule()
-    lived, holders = worlds.build_data(data, world), worlds.list_holders(run)
-    parts = list(_slices(transcript, count_numbers(run), close))
-    # Memory that is new to a process costs more than what is done with it.
+    battery, schedule = Battery(layout, worlds.learner, fraction), Schedule()
+    world_data, holders = worlds.build_data(data, world), worlds.list_holders(run)
+    parts = list(_slice_runs(transcript, count_numbers(run), past_runs))
+    # Memory is reused, because new memory costs a process more than the work on it.
     memory = Block.create_blank(layout, max(part.replicas for part, _ in parts))
-    looked = 0
-    for part, near in parts:
-        room = memory.reuse_memory(part.replicas)
-        other = worlds.get_records(1 - world) if near else None
-        start, looked = looked / transcript.replicas, looked + part.replicas
-        taken = []
+    done = 0
+    for part, has_past in parts:
+        block = memory.reuse_memory(part.replicas)
+        other_records = worlds.get_records(1 - world) if has_past else None
+        start, done = done / transcript.replicas, done + part.replicas
+        residuals = []
         for i in range(run.spec.n_learners):
-            its = other if i in holders else None
-            taken.append(
+            replaced_records = other_records if i in holders else None
+            residuals.append(
                 compute_residuals(
                     run,
                     part,
-                    lived,
+                    world_data,
                     i,
-                    keep_past=near,
-                    other_records=its,
-                    buffers=room.get_residuals(i),
+                    keep_past=has_past,
+                    other_records=replaced_records,
+                    buffers=block.get_residuals(i),
                     schedule=schedule,
                 )
             )
-        if any(taken):
-            found.add(room.add_past(taken), scale_progress(tell, start, looked / transcript.replicas))
-    return found
+        if any(residuals):
+            battery.add(block.add_past(residuals), scale_progress(on_progress, start, done / transcript.replicas))
+    return battery
 
 
-def _first(values: FloatArray, most: int) -> FloatArray:
-    """The first numbers that are known, so many at most."""
-    if most <= 0:
+def _take_first_known(values: FloatArray, max_count: int) -> FloatArray:
+    """Return at most `max_count` of the first known numbers."""
+    if max_count <= 0:
         return np.empty(0)
-    some = values.reshape(-1)
-    if not np.isfinite(some[:most]).all():
-        some = some[np.isfinite(some)]
-    return some[:most].copy()
+    flat = values.reshape(-1)
+    if not np.isfinite(flat[:max_count]).all():
+        flat = flat[np.isfinite(flat)]
+    return flat[:max_count].copy()
 
 
-def _slices(transcript: Transcript, numbers: int, close: int) -> Iterator[tuple[Transcript, bool]]:
-    """Some runs of so many numbers at a time, and whether they are to be looked at closely."""
+def _slice_runs(transcript: Transcript, numbers: int, past_runs: int) -> Iterator[tuple[Transcript, bool]]:
+    """Iterate over slices of at most a block's numbers, and whether each is tested for dependence."""
     start = 0
     while start < transcript.replicas:
-        near = start < close
-        most = max(1, (_MAX_CLOSE_BLOCK_NUMBERS if near else _MAX_BLOCK_NUMBERS) // numbers)
-        stop = min(start + most, close if near else transcript.replicas, transcript.replicas)
-        yield Transcript({name: values[:, :, start:stop] for name, values in transcript.fields.items()}), near
+        has_past = start < past_runs
+        max_runs = max(1, (_MAX_CLOSE_BLOCK_NUMBERS if has_past else _MAX_BLOCK_NUMBERS) // numbers)
+        stop = min(start + max_runs, past_runs if has_past else transcript.replicas, transcript.replicas)
+        yield Transcript({name: values[:, :, start:stop] for name, values in transcript.fields.items()}), has_past
         start = stop

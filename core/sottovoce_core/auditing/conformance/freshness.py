@@ -1,11 +1,11 @@
-"""Every draw is fresh: no number comes twice, in a run or across runs, from any learner.
+"""Freshness: no noise number occurs twice, in a run or across runs, from any learner.
 
-A share f of all keys is kept, those whose hash is below a limit. Equal keys have equal hashes, so a share f of repeats is kept,
-too; any two collections unite, whatever was seen where. A pair is kept where its first one's hash is: the hash of a pair begins
-as that one does, so what is not kept is hashed once, and never paired.
+A fraction f of all keys is kept, those with a hash below a limit. Equal keys have equal hashes, so a fraction f of repeats is
+kept, too; any two collections can be merged. A pair is kept if the hash of its first key is: the hash
+of a pair begins with that one, so keys that are not kept are hashed once, and never paired.
 
 Noise is rounded to keys, and equal keys are counted over all messages, learners, rounds and runs: of single numbers, which are
-equal by chance now and then, and of pairs, which never are.
+equal by chance occasionally, and of pairs, which never are.
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ _Places = npt.NDArray[np.uint32]
 
 _WHOLE = 2**64
 _COLLISION = 2.0**-63
-"""Two different keys have equal hashes, but for the last bit, with about this probability."""
+"""Approximate probability that two different keys have equal hashes, except for the last bit."""
 
 MAX_COPIES = 32
-"""Of one key, at most, are kept: where every number is the same there would be no end of them."""
+"""Maximum number of copies kept of one key: noise that is always equal would have no limit."""
 
 _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _HALF, _ONE = np.uint64(32), np.uint64(1)
 
-_SOME = 2**10
-"""Keys that are kept of a small share beyond twice its part: how many there are of it is up to chance."""
+_SLACK_KEYS = 2**10
+"""Number of additional keys kept for a small fraction, because its number of keys is random."""
 
-_REST = 44
-"""Bits of a pair's hash in which both have a say; the ones above are those of the first one's.
+_PAIR_HASH_BITS = 44
+"""Bits of a pair's hash that depend on both keys; the bits above are those of the first key's hash.
 
-So pairs whose first ones are equal have equal hashes, but for the last bit, with probability 2^-43.
+So pairs with equal first keys have equal hashes, except for the last bit, with probability 2^-43.
 """
-_FIRST = np.uint64(_WHOLE - 2**_REST)
+_FIRST_HASH_MASK = np.uint64(_WHOLE - 2**_PAIR_HASH_BITS)
 
 
-def _mixed(keys: Words) -> Words:
-    """A hash of each key, a bijection (the odd factor is one of SplitMix64's, Steele 2014)."""
-    found = keys ^ _MIX[0]
-    found *= _MIX[1]
-    return found
+def _hash_keys(keys: Words) -> Words:
+    """Hash each key by a bijection (the odd factor is one of SplitMix64's, Steele 2014)."""
+    hashes = keys ^ _MIX[0]
+    hashes *= _MIX[1]
+    return hashes
 
 
-def _paired(first: Words, second: Words) -> Words:
-    """A hash of two keys in order, from theirs."""
-    found = first ^ (first >> _HALF)
-    found += second
-    found *= _MIX[2]
-    found ^= found >> _HALF
-    found *= _MIX[1]
-    found >>= np.uint64(64 - _REST)
-    found |= first & _FIRST
-    return found
+def _hash_pairs(first: Words, second: Words) -> Words:
+    """Hash two keys in order, from their hashes."""
+    hashes = first ^ (first >> _HALF)
+    hashes += second
+    hashes *= _MIX[2]
+    hashes ^= hashes >> _HALF
+    hashes *= _MIX[1]
+    hashes >>= np.uint64(64 - _PAIR_HASH_BITS)
+    hashes |= first & _FIRST_HASH_MASK
+    return hashes
 
 
 @dataclass(frozen=True, slots=True)
 class _Ties:
-    """Pairs of equal keys: how many there are, how many chance makes on average, and the places of one pair."""
+    """Pairs of equal keys: their number, the number expected by chance, and the places of one pair."""
 
     count: int
     expected: float
@@ -77,136 +77,136 @@ class _Ties:
 
     @property
     def p_value(self) -> float:
-        """Of so many or more (Poisson)."""
+        """Probability of at least this many ties (Poisson)."""
         return float(special.pdtrc(self.count - 1, self.expected)) if self.count else 1.0
 
     @property
-    def two_sided(self) -> float:
-        """Of so many or more, or so few or less, whichever is rarer, times two."""
+    def two_sided_p_value(self) -> float:
+        """Two-sided p-value: twice the smaller tail."""
         return min(1.0, 2.0 * min(self.p_value, float(special.pdtr(self.count, self.expected))))
 
 
 class _Keys:
-    """A collection of keys, each with a bit that may be left out when they are compared, and the place that it comes from.
+    """Collection of keys, each with a bit that comparisons may ignore, and its place.
 
     Attributes:
-        offered: keys that it stands for.
+        offered_count: number of keys that it represents.
     """
 
-    def __init__(self, most: int, *, first: bool = False, share: float = 1.0) -> None:
-        """At most so many are kept: of a share of all keys, or those that came first.
+    def __init__(self, max_keys: int, *, first_only: bool = False, fraction: float = 1.0) -> None:
+        """Limit the number of keys kept: a fraction of all keys, or the first ones.
 
-        A single key that comes over and over may be outside of a share; among the first ones it is seen for certain.
-        Where it takes in such a share of all keys, to be merged with the others, few need be kept so long: twice as many as
-        come to be kept in the end, and some, so that the limit is above the last one.
+        A single key that recurs may be outside a fraction; among the first keys it is seen for certain. If it receives
+        `fraction` of all keys, to be merged with the others, few need be kept until then: twice the final number, and some
+        more, so that the limit is above the final one.
         """
-        self.offered = 0
-        self._most = most
-        self._room = min(most, int(np.ceil(2.0 * share * most)) + _SOME)
-        self._first = first
+        self.offered_count = 0
+        self._max_keys = max_keys
+        self._capacity = min(max_keys, int(np.ceil(2.0 * fraction * max_keys)) + _SLACK_KEYS)
+        self._first_only = first_only
         self._limit = _WHOLE
         self._kept: list[Words] = []
         self._places: list[_Places] = []
         self._count = 0
 
     @property
-    def share(self) -> float:
-        """Of all keys, that is kept."""
+    def fraction(self) -> float:
+        """Fraction of all keys that is kept."""
         return self._limit / _WHOLE
 
     @property
-    def kept(self) -> int:
-        """Keys that are kept: after a merge, until they are thinned, some more."""
+    def key_count(self) -> int:
+        """Number of kept keys; more after a merge, until they are reduced."""
         return self._count
 
     @property
-    def full(self) -> bool:
-        """Whether nothing more is kept: of those that come first, as many as there is room for."""
-        return self._first and self.kept >= self._most
+    def is_full(self) -> bool:
+        """True if no more keys are kept, because the first ones fill the capacity."""
+        return self._first_only and self.key_count >= self._max_keys
 
     def add(self, keys: Words, places: _Places, known: BoolArray | None = None, bit: BoolArray | None = None) -> None:
-        """Take in keys.
+        """Add keys.
 
         Args:
             keys: their hashes, of any shape.
-            places: where each comes from; of the same shape, as all others.
-            known: which of them count; None: all.
-            bit: the bit of each; None: 0.
+            places: place of each; of the same shape, as all others.
+            known: mask of the keys that count; None: all.
+            bit: bit of each; None: 0.
         """
-        at = self._chosen(keys, known)
-        words = keys[at] & ~_ONE
+        index = self._choose(keys, known)
+        words = keys[index] & ~_ONE
         if bit is not None:
-            words |= bit[at].astype(np.uint64)
-        self._keep(words, places[at])
+            words |= bit[index].astype(np.uint64)
+        self._store(words, places[index])
 
     def add_pairs(self, first: Words, second: Words, places: _Places, known: BoolArray | None = None) -> None:
-        """Take in keys of two, in order: the hashes of either; all else is as for single ones."""
-        at = self._chosen(first, known)
-        self._keep(_paired(first[at], second[at]) & ~_ONE, places[at])
+        """Add keys of pairs, in order, by the hashes of both; otherwise as `add`."""
+        index = self._choose(first, known)
+        self._store(_hash_pairs(first[index], second[index]) & ~_ONE, places[index])
 
-    def _chosen(self, keys: Words, known: BoolArray | None) -> tuple[IntArray, ...]:
-        """Where keys are to be kept."""
-        self.offered += keys.size if known is None else int(np.count_nonzero(known))
-        at = np.flatnonzero(self._inside(keys) if known is None else self._inside(keys) & known)
+    def _choose(self, keys: Words, known: BoolArray | None) -> tuple[IntArray, ...]:
+        """Return the index of the keys to keep."""
+        self.offered_count += keys.size if known is None else int(np.count_nonzero(known))
+        index = np.flatnonzero(self._is_below_limit(keys) if known is None else self._is_below_limit(keys) & known)
         while (
-            len(at) > self._room and not self._first
-        ):  # fewer before they are gathered, unless one key makes them many
-            half = at[keys.ravel()[at] < np.uint64(self._limit // 2)]
-            if 4 * len(half) > 3 * len(at):
+            len(index) > self._capacity and not self._first_only
+        ):  # reduce before gathering, unless copies of one key dominate
+            half = index[keys.ravel()[index] < np.uint64(self._limit // 2)]
+            if 4 * len(half) > 3 * len(index):
                 break
             self._limit //= 2
-            at = half
-        return np.unravel_index(at, keys.shape)
+            index = half
+        return np.unravel_index(index, keys.shape)
 
-    def _keep(self, words: Words, places: _Places) -> None:
+    def _store(self, words: Words, places: _Places) -> None:
         self._kept.append(words)
         self._places.append(places)
         self._count += len(words)
-        if self._count > 2 * self._room:
-            self._thin()
+        if self._count > 2 * self._capacity:
+            self._reduce()
 
     def merge(self, other: Self) -> None:
-        """Take in those of another collection."""
-        self.offered += other.offered
+        """Merge another collection."""
+        self.offered_count += other.offered_count
         self._limit = min(self._limit, other._limit)
-        self._room = self._most
+        self._capacity = self._max_keys
         self._kept += other._kept
         self._places += other._places
         self._count += other._count
-        if self._count > 2 * self._room:
-            self._thin()
+        if self._count > 2 * self._capacity:
+            self._reduce()
 
-    def _inside(self, keys: Words) -> BoolArray:
+    def _is_below_limit(self, keys: Words) -> BoolArray:
         inside: BoolArray = np.ones(keys.shape, np.bool_) if self._limit == _WHOLE else keys < np.uint64(self._limit)
         return inside
 
-    def _thin(self) -> None:
-        """Halve the limit until few enough keys are left; where that hardly helps, drop copies beyond `MAX_COPIES` first."""
+    def _reduce(self) -> None:
+        """Halve the limit until few enough keys remain; if that hardly helps, drop copies beyond `MAX_COPIES` first."""
         words, places = np.concatenate([*self._kept, _NONE]), np.concatenate([*self._places, _NOWHERE])
         if self._limit < _WHOLE:
-            words, places = _below(self._limit, words, places)
-        if self._first:
-            words, places = words[: self._most], places[: self._most]
-            self.offered = len(words)
-        while len(words) > self._room:
-            half = _below(self._limit // 2, words, places)
-            few = _few_copies(words, places) if 4 * len(half[0]) > 3 * len(words) else (words, places)
-            if len(few[0]) < len(words):
-                words, places = few
+            words, places = _select_below(self._limit, words, places)
+        if self._first_only:
+            words, places = words[: self._max_keys], places[: self._max_keys]
+            self.offered_count = len(words)
+        while len(words) > self._capacity:
+            half = _select_below(self._limit // 2, words, places)
+            reduced = _drop_copies(words, places) if 4 * len(half[0]) > 3 * len(words) else (words, places)
+            if len(reduced[0]) < len(words):
+                words, places = reduced
             else:
                 self._limit //= 2
                 words, places = half
         self._kept, self._places, self._count = [words], [places], len(words)
 
-    def ties(self, chance: float, *, with_bit: bool = False, given_kept: bool = False) -> _Ties:
-        """Pairs of equal keys.
+    def count_ties(self, probability: float, *, with_bit: bool = False, given_kept: bool = False) -> _Ties:
+        """Count pairs of equal keys.
 
         Args:
-            chance: that two numbers have the same key.
-            with_bit: keys whose bits differ are different.
-            given_kept: keys are spread evenly, so that as many repeats are among those kept as their number says.
+            probability: probability that two numbers have the same key.
+            with_bit: keys with different bits are different.
+            given_kept: keys are uniform, so the expected repeats follow from the number of kept keys.
         """
-        self._thin()
+        self._reduce()
         order = np.argsort(self._kept[0])
         words = self._kept[0][order]
         if not with_bit:
@@ -215,25 +215,27 @@ class _Keys:
         starts = np.flatnonzero(np.diff(np.concatenate([[False], equal, [False]]).astype(np.int8)))
         sizes = starts[1::2] - starts[::2] + 1
         count = int((sizes * (sizes - 1) // 2).sum())
-        chance += _COLLISION
-        numbers = len(words) if given_kept else self.offered
-        expected = numbers * (numbers - 1) / 2.0 * (chance / self.share if given_kept else chance * self.share)
+        probability += _COLLISION
+        numbers = len(words) if given_kept else self.offered_count
+        expected = (
+            numbers * (numbers - 1) / 2.0 * (probability / self.fraction if given_kept else probability * self.fraction)
+        )
         first = int(starts[0]) if count else None
         places = None if first is None else (int(self._places[0][order[first]]), int(self._places[0][order[first + 1]]))
         return _Ties(count, expected, places)
 
 
-def _below(limit: int, words: Words, places: _Places) -> tuple[Words, _Places]:
+def _select_below(limit: int, words: Words, places: _Places) -> tuple[Words, _Places]:
     inside = words < np.uint64(limit)
     return words[inside], places[inside]
 
 
-def _few_copies(words: Words, places: _Places) -> tuple[Words, _Places]:
+def _drop_copies(words: Words, places: _Places) -> tuple[Words, _Places]:
     order = np.argsort(words)
     words, places = words[order], places[order]
-    few = np.ones(len(words), np.bool_)
-    few[MAX_COPIES:] = words[MAX_COPIES:] != words[:-MAX_COPIES]
-    return words[few], places[few]
+    is_kept = np.ones(len(words), np.bool_)
+    is_kept[MAX_COPIES:] = words[MAX_COPIES:] != words[:-MAX_COPIES]
+    return words[is_kept], places[is_kept]
 
 
 _NONE: Words = np.empty(0, np.uint64)
@@ -243,16 +245,16 @@ _NOWHERE: _Places = np.empty(0, np.uint32)
 # ---- repeats ---------------------------------------------------------------------------------------------------------
 
 _MAX_FIRST_KEYS, _MAX_SINGLE_KEYS, _MAX_PAIR_KEYS = 2**17, 2**19, 2**20
-"""Keys that are kept, at most, of some numbers of the first runs, of numbers and of pairs; 12 bytes each."""
+"""Maximum number of keys kept of some numbers of the first runs, of numbers and of pairs; 12 bytes each."""
 
 _MAX_FIRST_KEYS_PER_RUN = 256
-"""Numbers of a run that are among the former, at most."""
+"""Maximum number of keys of one run among the first keys."""
 
 _CELL = 2.0**34
 """Cells per scale, 64 spacings wide: a replay that rounds by one spacing loses a tie with probability 1/32."""
 
 SIZE_TIE_PROBABILITY = 1.0 / (2.0 * _CELL)
-"""Two sizes are in one cell with this probability; with equal signs half as often."""
+"""Probability that two sizes are in one cell; with equal signs half of it."""
 
 _LEADING = 33
 """Bits of a mantissa that are compared where scales differ: a cell around x is at most `2^-33 x` wide.
@@ -262,150 +264,155 @@ Two exponential sizes of scales s and s' share one with probability at most `2^-
 
 _RAW = 2.0 ** -(_LEADING + 2)
 
-LARGEST_PAIR_TIE_PROBABILITY = 2.0**-70
-"""The two largest sizes of two messages are in the same cells: the joint density of their difference (exponential) and of the
-lesser one is squared and summed to a quarter at most."""
+TOP_PAIR_TIE_PROBABILITY = 2.0**-70
+"""Probability that the two largest sizes of two messages are in the same cells.
 
-_SINGLES = ("numbers", "numbers as they are", "low words")
-_PAIR_CHANCES = {"pairs": SIZE_TIE_PROBABILITY**2, "pairs as they are": _RAW**2}
+The joint density of their difference (exponential) and of the smaller one is squared and integrated, which gives at most a
+quarter.
+"""
+
+_SINGLES = ("numbers", "unscaled numbers", "low words")
+_PAIR_CHANCES = {"pairs": SIZE_TIE_PROBABILITY**2, "unscaled pairs": _RAW**2}
 _PAIRS = (*_PAIR_CHANCES, "largest", "messages")
 _LOW = np.int64(2**32 - 1)
 
 
 class Freshness(ConformanceTest):
-    """Every draw is fresh: nothing is said twice, in a run or across runs."""
+    """Tests that no noise is repeated, in a run or across runs."""
 
     part: ClassVar[BudgetPart] = "freshness"
 
-    def __init__(self, layout: Layout, share: float = 1.0) -> None:
-        super().__init__(layout, share)
-        self._some = _Keys(_MAX_FIRST_KEYS, first=True)
+    def __init__(self, layout: Layout, fraction: float = 1.0) -> None:
+        super().__init__(layout, fraction)
+        self._first_keys = _Keys(_MAX_FIRST_KEYS, first_only=True)
         mosts = {**dict.fromkeys(_SINGLES, _MAX_SINGLE_KEYS), **dict.fromkeys(_PAIRS, _MAX_PAIR_KEYS)}
-        self._keys = {kind: _Keys(most, share=share) for kind, most in mosts.items()}
-        self._said = 0
+        self._keys = {kind: _Keys(most, fraction=fraction) for kind, most in mosts.items()}
+        self._message_count = 0
 
     def add(self, block: Block) -> None:
         one_scale = not np.nanmax(block.scale, initial=0.0) > np.nanmin(block.scale, initial=np.inf)
-        noisy = _noisy(block)
+        noisy = _find_noisy_rounds(block)
         for i, _, piece in block.iterate_pieces():
-            self._look(_Seen.of(piece, i, noisy), one_scale)
+            self._add_piece(_PieceKeys.from_piece(piece, i, noisy), one_scale)
 
-    def _look(self, seen: _Seen, one_scale: bool) -> None:
-        sizes = seen.sizes
+    def _add_piece(self, piece: _PieceKeys, one_scale: bool) -> None:
+        sizes = piece.sizes
         cells = (sizes * _CELL).astype(np.int64).view(np.uint64)
-        hashes = _mixed(cells)
-        self._keys["numbers"].add(hashes, seen.places, seen.resolved, seen.block.values < 0.0)
-        self._add_some(hashes, seen)
-        self._add_pairs("pairs", hashes, seen)
-        self._add_largest(cells, seen)
+        hashes = _hash_keys(cells)
+        self._keys["numbers"].add(hashes, piece.places, piece.resolved, piece.block.values < 0.0)
+        self._add_first_keys(hashes, piece)
+        self._add_pairs("pairs", hashes, piece)
+        self._add_largest(cells, piece)
         if not one_scale:
-            raw = _mixed(_leading_bits(sizes * np.nan_to_num(seen.block.scale)[:, :, None]))
-            self._keys["numbers as they are"].add(raw, seen.places, seen.resolved)
-            self._add_pairs("pairs as they are", raw, seen)
-        self._add_words(seen)
-        # What was said, whatever the centre; and how many messages there were.
-        self._add_pairs("messages", _mixed(seen.block.message_steps.view(np.uint64)), seen, 1)
-        self._said += seen.messages
+            raw = _hash_keys(_extract_leading_bits(sizes * np.nan_to_num(piece.block.scale)[:, :, None]))
+            self._keys["unscaled numbers"].add(raw, piece.places, piece.resolved)
+            self._add_pairs("unscaled pairs", raw, piece)
+        self._add_words(piece)
+        # Messages with any centre; and their number.
+        self._add_pairs("messages", _hash_keys(piece.block.message_steps.view(np.uint64)), piece, 1)
+        self._message_count += piece.messages
 
     def merge(self, other: Self) -> None:
-        self._some.merge(other._some)
+        self._first_keys.merge(other._first_keys)
         for kind, keys in other._keys.items():
             self._keys[kind].merge(keys)
-        self._said += other._said
+        self._message_count += other._message_count
 
-    def _add_some(self, hashes: Words, seen: _Seen) -> None:
-        """Numbers at a few places of every run: one size that is said often is seen here, whatever its hash."""
-        if self._some.full:
+    def _add_first_keys(self, hashes: Words, piece: _PieceKeys) -> None:
+        """Add numbers at a few places of every run: one size that is often repeated is detected here with any hash."""
+        if self._first_keys.is_full:
             return
-        every = -(-self._layout.numbers_per_run // _MAX_FIRST_KEYS_PER_RUN)
-        _, t, k = np.nonzero(seen.places[:, :, 0] % every == 0)
-        known = None if seen.resolved is None else seen.resolved[0, t, :, k]
-        self._some.add(hashes[0, t, :, k], seen.places[0, t, :, k], known)
+        stride = -(-self._layout.numbers_per_run // _MAX_FIRST_KEYS_PER_RUN)
+        _, t, k = np.nonzero(piece.places[:, :, 0] % stride == 0)
+        known = None if piece.resolved is None else piece.resolved[0, t, :, k]
+        self._first_keys.add(hashes[0, t, :, k], piece.places[0, t, :, k], known)
 
-    def _add_pairs(self, kind: str, hashes: Words, seen: _Seen, most: int | None = None) -> None:
-        for one, other in seen.neighbours(most):
-            known = None if seen.resolved is None else seen.resolved[one] & seen.resolved[other]
-            self._keys[kind].add_pairs(hashes[one], hashes[other], seen.places[one], known)
+    def _add_pairs(self, kind: str, hashes: Words, piece: _PieceKeys, max_pairs: int | None = None) -> None:
+        for first, second in piece.iterate_neighbours(max_pairs):
+            known = None if piece.resolved is None else piece.resolved[first] & piece.resolved[second]
+            self._keys[kind].add_pairs(hashes[first], hashes[second], piece.places[first], known)
 
-    def _add_largest(self, cells: Words, seen: _Seen) -> None:
-        """The two largest sizes of every message of three numbers or more, wherever they stand in it."""
-        for _, part in seen.block.layout.iterate_field_slices():
+    def _add_largest(self, cells: Words, piece: _PieceKeys) -> None:
+        """Add the two largest sizes of every message of three numbers or more, at any position."""
+        for _, part in piece.block.layout.iterate_field_slices():
             if part.stop - part.start > 2:
-                known = None if seen.resolved is None else seen.resolved[..., part].sum(axis=-1) > 2
-                largest = _mixed(np.partition(cells[..., part], -2, axis=-1)[..., -2:])
-                places = seen.places[..., part.start]
+                known = None if piece.resolved is None else piece.resolved[..., part].sum(axis=-1) > 2
+                largest = _hash_keys(np.partition(cells[..., part], -2, axis=-1)[..., -2:])
+                places = piece.places[..., part.start]
                 self._keys["largest"].add_pairs(largest[..., 1], largest[..., 0], places, known)
 
-    def _add_words(self, seen: _Seen) -> None:
-        """The 32 low bits of K', and of -K': the lesser of the two, and which it is."""
-        signed = seen.block.steps.astype(np.int32)  # the low bits alone
-        words = np.abs(signed).view(np.uint32)  # the least of all is its own negative
-        self._keys["low words"].add(_mixed(words.astype(np.uint64)), seen.places, seen.resolved, signed < 0)
+    def _add_words(self, piece: _PieceKeys) -> None:
+        """Add the 32 low bits of K' or of -K', whichever is smaller, and which one it is."""
+        signed = piece.block.steps.astype(np.int32)  # the low bits only
+        words = np.abs(signed).view(np.uint32)  # the minimum is its own negative
+        self._keys["low words"].add(_hash_keys(words.astype(np.uint64)), piece.places, piece.resolved, signed < 0)
 
-    # ---- what they come to -------------------------------------------------------------------------------------------
+    # ---- results -----------------------------------------------------------------------------------------------------
 
-    def _every(self) -> Iterator[Test]:
-        if not self._said:
+    def _iterate_tests(self) -> Iterator[Test]:
+        if not self._message_count:
             return
-        numbers, raw, words = (self._keys[kind] for kind in _SINGLES)
-        either = [
-            ("numbers", numbers.ties(SIZE_TIE_PROBABILITY / 2.0, with_bit=True)),
-            ("sizes", numbers.ties(SIZE_TIE_PROBABILITY)),
-            ("sizes as they are", raw.ties(_RAW)),
-            ("sizes at some places", self._some.ties(SIZE_TIE_PROBABILITY)),
+        numbers, unscaled, words = (self._keys[kind] for kind in _SINGLES)
+        singles = [
+            ("numbers", numbers.count_ties(SIZE_TIE_PROBABILITY / 2.0, with_bit=True)),
+            ("sizes", numbers.count_ties(SIZE_TIE_PROBABILITY)),
+            ("unscaled sizes", unscaled.count_ties(_RAW)),
+            ("sizes at some places", self._first_keys.count_ties(SIZE_TIE_PROBABILITY)),
         ]
-        yield from self._fewest("ties", "no noise is said again", either, primary=True)
-        pairs = [(kind, self._keys[kind].ties(chance)) for kind, chance in _PAIR_CHANCES.items()]
-        yield from self._fewest("pair ties", "no two neighbouring numbers are said again", pairs, primary=True)
-        largest = [("two largest sizes", self._keys["largest"].ties(LARGEST_PAIR_TIE_PROBABILITY))]
-        yield from self._fewest("permuted messages", "no message has the largest noise of another one", largest)
-        messages = [("first two numbers", self._keys["messages"].ties(0.0))]
-        yield from self._fewest("repeated messages", "no message is said again", messages)
+        yield from self._test_fewest("ties", "no noise is repeated", singles, is_primary=True)
+        pairs = [(kind, self._keys[kind].count_ties(chance)) for kind, chance in _PAIR_CHANCES.items()]
+        yield from self._test_fewest("pair ties", "no two neighbouring numbers are repeated", pairs, is_primary=True)
+        largest = [("two largest sizes", self._keys["largest"].count_ties(TOP_PAIR_TIE_PROBABILITY))]
+        yield from self._test_fewest("permuted messages", "no message has the largest noise of another one", largest)
+        messages = [("first two numbers", self._keys["messages"].count_ties(0.0))]
+        yield from self._test_fewest("repeated messages", "no message is repeated", messages)
         low = [
-            ("32 low bits", words.ties(2.0**-32, with_bit=True, given_kept=True)),
-            ("32 low bits, or their negative", words.ties(2.0**-31, given_kept=True)),
+            ("32 low bits", words.count_ties(2.0**-32, with_bit=True, given_kept=True)),
+            ("32 low bits, or their negative", words.count_ties(2.0**-31, given_kept=True)),
         ]
-        what = "low bits are said again as often as chance has it"
-        yield from self._fewest("low words", what, low, two_sided=True)
+        description = "low bits are repeated as often as by chance"
+        yield from self._test_fewest("low words", description, low, two_sided=True)
 
-    def _fewest(
+    def _test_fewest(
         self,
         name: str,
-        what: str,
+        description: str,
         ties: Sequence[tuple[str, _Ties]],
         *,
-        primary: bool = False,
+        is_primary: bool = False,
         two_sided: bool = False,
     ) -> Iterator[Test]:
-        """The least likely of these, times their number; none where there are no keys."""
-        there = [
-            (kind, each, each.two_sided if two_sided else each.p_value) for kind, each in ties if each.expected > 0.0
+        """Test the least likely of these, times their number; empty if there are no keys."""
+        counted = [
+            (kind, each, each.two_sided_p_value if two_sided else each.p_value)
+            for kind, each in ties
+            if each.expected > 0.0
         ]
-        if not there:
+        if not counted:
             return
-        kind, least, p_value = min(there, key=lambda one: one[2])
-        where = f"{kind}; {least.expected:.3g} expected{self._places(least)}"
-        yield Test(name, what, least.count, min(1.0, p_value * len(there)), where, primary)
+        kind, least, p_value = min(counted, key=lambda item: item[2])
+        location = f"{kind}; {least.expected:.3g} expected{self._format_places(least)}"
+        yield Test(name, description, least.count, min(1.0, p_value * len(counted)), location, is_primary)
 
-    def _places(self, ties: _Ties) -> str:
+    def _format_places(self, ties: _Ties) -> str:
         if ties.places is None:
             return ""
-        one, other = (self._layout.name_place(place) for place in ties.places)
-        return f"; {one}, in two runs" if one == other else f"; {one}, and {other}"
+        first, second = (self._layout.name_place(place) for place in ties.places)
+        return f"; {first}, in two runs" if first == second else f"; {first}, and {second}"
 
 
 _Index = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """A piece of a block, and which of its numbers have keys.
+class _PieceKeys:
+    """Piece of a block, and the mask of its numbers with keys.
 
     Attributes:
         block: the piece.
-        resolved: where there are keys: where float64 resolves the last bit; None: everywhere.
-        places: of each number, in all of the block.
-        noisy: by the place of a field of one number, the rounds with keys of any learner in the block.
+        resolved: mask of the keys: numbers whose last bit float64 resolves; None: all.
+        places: place of each number in the whole block.
+        noisy: for every field of one number, the rounds with keys of any learner in the block.
     """
 
     block: Block
@@ -414,8 +421,8 @@ class _Seen:
     noisy: Mapping[int, IntArray]
 
     @classmethod
-    def of(cls, piece: Block, learner: int, noisy: Mapping[int, IntArray]) -> Self:
-        """A piece of this learner."""
+    def from_piece(cls, piece: Block, learner: int, noisy: Mapping[int, IntArray]) -> Self:
+        """Create the keys of a piece of one learner."""
         shape = piece.values.shape
         places = np.arange(shape[1] * shape[3], dtype=np.uint32) + np.uint32(learner * shape[1] * shape[3])
         resolved = None if piece.is_resolved.all() else piece.is_resolved
@@ -423,19 +430,19 @@ class _Seen:
 
     @property
     def sizes(self) -> FloatArray:
-        """0 where there is no key."""
+        """Sizes; 0 where there is no key."""
         return self.block.sizes if self.resolved is None else np.where(self.resolved, self.block.sizes, 0.0)
 
     @property
     def messages(self) -> int:
-        """Those that have any key."""
+        """Number of messages with any key."""
         known = self.places[..., 0] >= 0 if self.resolved is None else self.resolved.any(axis=3)
         return int(np.count_nonzero(known))
 
-    def neighbours(self, most: int | None = None) -> Iterator[tuple[_Index, _Index]]:
-        """All neighbours along a field, or so many of the first ones; of a field of one number, of its rounds."""
+    def iterate_neighbours(self, max_pairs: int | None = None) -> Iterator[tuple[_Index, _Index]]:
+        """Iterate over neighbours along a field, at most `max_pairs` first ones; for a field of one number, over rounds."""
         for _, part in self.block.layout.iterate_field_slices():
-            stop = part.stop if most is None else min(part.stop, part.start + most + 1)
+            stop = part.stop if max_pairs is None else min(part.stop, part.start + max_pairs + 1)
             noisy = self.noisy.get(part.start, ())
             if stop - part.start > 1:
                 yield (..., slice(part.start, stop - 1)), (..., slice(part.start + 1, stop))
@@ -443,12 +450,12 @@ class _Seen:
                 yield (slice(None), noisy[:-1], slice(None), part), (slice(None), noisy[1:], slice(None), part)
 
 
-def _noisy(block: Block) -> Mapping[int, IntArray]:
-    """`_Seen.noisy`."""
+def _find_noisy_rounds(block: Block) -> Mapping[int, IntArray]:
+    """Find the rounds of `_PieceKeys.noisy`."""
     single = [part for _, part in block.layout.iterate_field_slices() if part.stop - part.start == 1]
     return {part.start: np.flatnonzero(block.is_resolved[..., part].any(axis=(0, 2, 3))) for part in single}
 
 
-def _leading_bits(sizes: FloatArray) -> Words:
-    """Exponent and `_LEADING` bits of the mantissa."""
+def _extract_leading_bits(sizes: FloatArray) -> Words:
+    """Extract the exponent and `_LEADING` bits of the mantissa."""
     return sizes.view(np.uint64) >> np.uint64(52 - _LEADING)

@@ -1,7 +1,8 @@
-"""Single numbers: scale, tails, support, signs, shape.
+"""Tests of single numbers: scale, tails, support, signs, shape.
 
-Sizes of standard Laplace numbers are exponential, so sums of N of them are of law Gamma(N), exactly; and `exp(-size)` is
-uniform, so how many numbers lie in a given interval is binomial. All tests follow from sums by group and from one histogram.
+Sizes of standard Laplace numbers are exponential, so sums of N of them are distributed as Gamma(N), exactly; and `exp(-size)`
+is uniform, so the count of numbers in a given interval is binomial. All tests follow from sums by group and from one
+histogram.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ from sottovoce_core.auditing.conformance.p_values import (
 )
 
 _NEAR = 2.0**-34
-"""Numbers closer to zero than this, in scales, count as zero: 64 lattice points, beyond what a replay rounds off.
+"""Distance from zero, in scales, below which numbers count as zero: 64 lattice points, beyond the rounding of a replay.
 
-Standard Laplace numbers are so close to any given number with a probability below this.
+Standard Laplace numbers are this close to any given number with a probability below this.
 """
 
 _MAX_NEAR_ZERO_SIZE = 2.0**-5
-"""Sizes below this are looked at one by one for how close to zero they are."""
+"""Maximum size of the numbers whose distance from zero is tested."""
 _MAX_NEAR_ZERO_LEVEL = 34
 _MAX_TAIL_LEVEL = 64
 
 _BINS = 2**14
-"""Of a histogram: the first bits of a float32 number. Sign, exponent, and 5 bits of the mantissa."""
+"""Count of bins of a histogram: the first bits of a float32 number. Sign, exponent, and 5 bits of the mantissa."""
 _EDGES = np.ldexp(1.0 + np.arange(_BINS // 2) % 32 / 32.0, np.arange(_BINS // 2) // 32 - 127)
 _CELL = np.minimum(64.0 * np.where(_EDGES <= 1.0, _EDGES, 0.0), 63.0).astype(np.intp)
 _CELLS = np.concatenate([127 - _CELL, _CELL])
-"""Of each bin, which of 128 equal cells of `F(r)` it is in: F is `1 - exp(-r)/2` above zero, and `exp(r)/2` below."""
+"""Cell of each bin, out of 128 equal cells of `F(r)`: F is `1 - exp(-r)/2` above zero, and `exp(r)/2` below."""
 
 
-def _above(histograms: IntArray) -> IntArray:
-    """`(places, 64)` how many of the uniform numbers are below `2^-j`; all of them at 0."""
+def _count_tails(histograms: IntArray) -> IntArray:
+    """Count the uniform numbers below `2^-j`, `(places, 64)`; all of them at 0."""
     octaves = histograms.reshape(-1, 2, 256, 32).sum(axis=(1, 3)).cumsum(axis=1)
     below: IntArray = octaves[:, 126 - np.arange(_MAX_TAIL_LEVEL)]  # float32's exponent 127 is that of 1
     below[:, 0] = octaves[:, -1]
@@ -55,7 +56,7 @@ def _above(histograms: IntArray) -> IntArray:
 
 
 class Marginal(ConformanceTest):
-    """Single numbers: scale, tails, support, signs, shape. Places are learners, each field by itself."""
+    """Tests of single numbers: scale, tails, support, signs, shape. Places are learners, each field separately."""
 
     part: ClassVar[BudgetPart] = "marginal"
     additive_names: ClassVar[tuple[str, ...]] = (
@@ -63,29 +64,27 @@ class Marginal(ConformanceTest):
         *("_sums", "_counts", "_round_sums", "_round_counts"),
     )
 
-    def __init__(self, layout: Layout, share: float = 1.0) -> None:
-        super().__init__(layout, share)
+    def __init__(self, layout: Layout, fraction: float = 1.0) -> None:
+        super().__init__(layout, fraction)
         learners, places = len(layout.learners), layout.sequence_count
         self._runs = 0
         self._histogram = np.zeros(_BINS, np.int64)
-        """Of `exp(-size)`, with the sign of the number."""
+        """Histogram of `exp(-size)`, with the sign of the number."""
         self._tails = np.zeros((places, _MAX_TAIL_LEVEL), np.int64)
-        """Numbers of sizes above `j ln 2`; of all at 0."""
+        """Counts of sizes above `j ln 2`; of all numbers at 0."""
         self._near = np.zeros((places, _MAX_NEAR_ZERO_LEVEL + 1), np.int64)
-        """Numbers with `1 - exp(-size)` below `2^-j`; of all at 0."""
+        """Counts of numbers with `1 - exp(-size)` below `2^-j`; of all numbers at 0."""
         self._cells = np.zeros((places, 128), np.int64)
-        """Numbers in equal cells of `F(r)`."""
+        """Counts of numbers in equal cells of `F(r)`."""
         self._signs = np.zeros((learners, layout.numbers_per_message, 2), np.int64)
-        """Positive numbers, and those that are not zero."""
+        """Counts of positive numbers, and of non-zero numbers."""
         self._zeros = np.zeros(places, np.int64)
-        """Numbers closer to zero than `_NEAR`."""
+        """Counts of numbers closer to zero than `_NEAR`."""
         self._largest = np.zeros(places)
         """Largest size."""
-        self._sums, self._counts = (
-            np.zeros((learners, layout.numbers_per_message)),
-            np.zeros((learners, layout.numbers_per_message), np.int64),
-        )
-        """Sizes added up, and their number; by learner and coordinate, and by learner and round."""
+        self._sums = np.zeros((learners, layout.numbers_per_message))
+        self._counts = np.zeros((learners, layout.numbers_per_message), np.int64)
+        """Sums of sizes, and their counts; by learner and coordinate, and by learner and round."""
         self._round_sums = np.zeros((learners, layout.rounds))
         self._round_counts = np.zeros((learners, layout.rounds), np.int64)
         self._by_run, self._by_message = Scales(), Scales()
@@ -96,46 +95,46 @@ class Marginal(ConformanceTest):
         learners, rounds, runs, numbers = block.values.shape
         fields = [part for _, part in block.layout.iterate_field_slices()]
         histograms = np.zeros((len(self._zeros), _BINS), np.int64)
-        sums, sizes_of = np.zeros((learners, numbers)), np.zeros((learners, rounds, runs))
-        counts_of = np.zeros((learners, rounds, runs), np.int64)
-        for i, some, piece in block.iterate_pieces():
+        sums, message_sums = np.zeros((learners, numbers)), np.zeros((learners, rounds, runs))
+        message_counts = np.zeros((learners, rounds, runs), np.int64)
+        for i, part_runs, piece in block.iterate_pieces():
             sizes, known = piece.sizes[0], piece.is_known[0]
-            whole = known.all()
-            if not whole:
+            is_complete = known.all()
+            if not is_complete:
                 sizes = np.where(known, sizes, 0.0)
-            sizes_of[i, :, some] = sizes.sum(axis=-1)
-            counts_of[i, :, some] = numbers if whole else known.sum(axis=-1)
+            message_sums[i, :, part_runs] = sizes.sum(axis=-1)
+            message_counts[i, :, part_runs] = numbers if is_complete else known.sum(axis=-1)
             sums[i] += sizes.sum(axis=(0, 1))
-            self._counts[i] += sizes.size // numbers if whole else known.sum(axis=(0, 1))
+            self._counts[i] += sizes.size // numbers if is_complete else known.sum(axis=(0, 1))
             negative = piece.values[0] < 0.0
             positive, below = (np.count_nonzero(each, axis=(0, 1)) for each in (piece.values[0] > 0.0, negative))
             self._signs[i] += np.stack([positive, positive + below], axis=-1)
             for place, part in enumerate(fields, i * len(fields)):
-                chosen = slice(None) if whole else known[..., part]
-                histograms[place] += self._look(place, sizes[..., part][chosen], negative[..., part][chosen])
+                mask = slice(None) if is_complete else known[..., part]
+                histograms[place] += self._add_sizes(place, sizes[..., part][mask], negative[..., part][mask])
         self._near[:, 0] += histograms.sum(axis=1)
         self._histogram += histograms.sum(axis=0)
-        self._tails += _above(histograms)
+        self._tails += _count_tails(histograms)
         self._cells += np.array([np.bincount(_CELLS, each, 128) for each in histograms]).astype(np.int64)
         self._sums += sums
-        self._round_sums += sizes_of.sum(axis=-1)
-        self._round_counts += counts_of.sum(axis=-1)
-        self._join(
+        self._round_sums += message_sums.sum(axis=-1)
+        self._round_counts += message_counts.sum(axis=-1)
+        self._merge_scales(
             runs,
-            Scales.from_sums(sizes_of.sum(axis=(0, 1)), counts_of.sum(axis=(0, 1))),
-            Scales.from_sums(sizes_of, counts_of)
+            Scales.from_sums(message_sums.sum(axis=(0, 1)), message_counts.sum(axis=(0, 1))),
+            Scales.from_sums(message_sums, message_counts)
             if numbers > 1
             else Scales(),  # a message of one number is that number
         )
 
-    def _look(self, place: int, sizes: FloatArray, negative: BoolArray) -> IntArray:
-        """At some numbers of a place: their sizes, and which are below zero; their histogram."""
+    def _add_sizes(self, place: int, sizes: FloatArray, negative: BoolArray) -> IntArray:
+        """Add sizes of a place, with a mask of the negative ones; return their histogram."""
         close = sizes[sizes < _MAX_NEAR_ZERO_SIZE]
         level = np.clip(-np.frexp(np.maximum(-np.expm1(-close), _NEAR / 2.0))[1], 0, _MAX_NEAR_ZERO_LEVEL)
         self._near[place, 1:] += np.bincount(level, minlength=_MAX_NEAR_ZERO_LEVEL + 1)[::-1].cumsum()[::-1][1:]
         self._zeros[place] += np.count_nonzero(close < _NEAR)
         self._largest[place] = max(self._largest[place], sizes.max(initial=0.0))
-        # Rounded to float32, an edge moves by 2^-25 of itself: less than chance does by far.
+        # Rounding to float32 moves an edge by 2^-25 of itself: far less than chance does.
         uniform = np.exp(-sizes).astype(np.float32).reshape(-1)
         bins = uniform.view(np.uint32) | negative.reshape(-1).astype(np.uint32) << 31  # with the sign of the number
         bins >>= 18
@@ -143,23 +142,23 @@ class Marginal(ConformanceTest):
 
     def merge(self, other: Self) -> None:
         self._largest = np.maximum(self._largest, other._largest)
-        self._join(0, other._by_run, other._by_message)
+        self._merge_scales(0, other._by_run, other._by_message)
         super().merge(other)
 
-    def _join(self, runs: int, by_run: Scales, by_message: Scales) -> None:
-        """Scales of so many runs, which go on from these."""
+    def _merge_scales(self, runs: int, by_run: Scales, by_message: Scales) -> None:
+        """Merge the scales of further runs."""
         self._by_run = self._by_run.merge(by_run, (self._runs,))
         self._by_message = self._by_message.merge(by_message, (0, 0, self._runs))
         self._runs += runs
 
-    def _every(self) -> Iterator[Test]:
+    def _iterate_tests(self) -> Iterator[Test]:
         if self._runs:
-            yield from self._scales()
-            yield from self._signs_of()
-            yield from self._sizes()
+            yield from self._test_scales()
+            yield from self._test_signs()
+            yield from self._test_sizes()
 
-    def _scales(self) -> Iterator[Test]:
-        """Sums of sizes, of all numbers and by group."""
+    def _test_scales(self) -> Iterator[Test]:
+        """Test sums of sizes, of all numbers and by group."""
         total, count = float(self._sums.sum()), int(self._counts.sum())
         yield Test("scale", "the mean size is the scale", total / count, compute_gamma_p_value(total, count), "")
         layout = self._layout
@@ -193,72 +192,80 @@ class Marginal(ConformanceTest):
         )
         yield from self._by_message.compute_dispersion_tests("message")
 
-    def _signs_of(self) -> Iterator[Test]:
-        """Of numbers that are not zero."""
-        what, (learners, numbers, _) = "both signs are as likely", self._signs.shape
+    def _test_signs(self) -> Iterator[Test]:
+        """Test the signs of the non-zero numbers."""
+        description, (learners, numbers, _) = "both signs are as likely", self._signs.shape
         counts = self._signs.reshape(-1, 2)
-        yield from pool_tests("signs", what, _halves, counts, is_primary=True)
+        yield from pool_tests("signs", description, _judge_halves, counts, is_primary=True)
         if learners * numbers > 1:
             yield from select_worst_test(
                 "coordinate signs",
-                what,
-                _halves(counts),
+                description,
+                _judge_halves(counts),
                 lambda k: f"{self._layout.learners[k[0] // numbers]}, {self._layout.coordinates[k[0] % numbers]}",
             )
 
-    def _sizes(self) -> Iterator[Test]:
-        """How many are large, or small; the largest; the shape of the law."""
-        places, what = self._layout.sequence_names, "as many numbers are large as the law says"
-        beyond = [f"sizes above {math.log(2.0) * j:.3g}" for j in range(_MAX_TAIL_LEVEL)]
+    def _test_sizes(self) -> Iterator[Test]:
+        """Test the counts of large and small numbers; the largest; the shape of the distribution."""
+        places, description = self._layout.sequence_names, "as many numbers are large as the distribution implies"
+        tail_names = [f"sizes above {math.log(2.0) * j:.3g}" for j in range(_MAX_TAIL_LEVEL)]
         yield from pool_tests(
-            "tails", what, judge_dyadic_counts, self._tails, lambda k: beyond[k + 1], places, is_primary=True
+            "tails", description, judge_dyadic_counts, self._tails, lambda k: tail_names[k + 1], places, is_primary=True
         )
         count, largest = int(self._counts.sum()), float(self._largest.max())
-        at = places[int(self._largest.argmax())]
-        yield Test("largest", "the largest number is as large as it should be", largest, _maximum(largest, count), at)
-        what = "as many numbers are close to zero as the law says"
+        largest_place = places[int(self._largest.argmax())]
+        yield Test(
+            "largest",
+            "the largest number is as large as expected",
+            largest,
+            _compute_maximum_p_value(largest, count),
+            largest_place,
+        )
+        description = "as many numbers are close to zero as the distribution implies"
         yield from pool_tests(
             "near zero",
-            what,
+            description,
             lambda counts: judge_dyadic_counts(counts, _MIN_NEAR_ZERO_LEVEL),
             self._near,
             lambda k: f"2^-{k + _MIN_NEAR_ZERO_LEVEL}",
         )
         zeros, place = int(self._zeros.sum()), places[int(self._zeros.argmax())]
-        chance = float(stats.binom.sf(zeros - 1, count, _NEAR))
-        yield Test("zeros", "no number is without noise", zeros, chance, place if zeros else "", is_primary=False)
-        what = "all parts of the law are as full as they should be"
-        yield from pool_tests("shape", what, _shape, self._cells, place_names=places)
-        distance = _distance(self._histogram)
-        # Massart's constant (1990) makes the bound hold for any number of numbers; it is the law itself far out.
+        p_value_zeros = float(stats.binom.sf(zeros - 1, count, _NEAR))
+        yield Test(
+            "zeros", "no number is without noise", zeros, p_value_zeros, place if zeros else "", is_primary=False
+        )
+        description = "all parts of the distribution are as frequent as expected"
+        yield from pool_tests("shape", description, _judge_shape, self._cells, place_names=places)
+        distance = _compute_distance(self._histogram)
+        # Massart's constant (1990) makes the bound hold for any sample size; it is the exact tail far out.
         p_value = min(1.0, 2.0 * math.exp(-2.0 * count * distance**2))
-        yield Test("law", "the noise has its law", distance, p_value, "", is_primary=False)
+        yield Test("distribution", "the noise has its distribution", distance, p_value, "", is_primary=False)
 
 
 _MIN_NEAR_ZERO_LEVEL = 1 - int(math.log2(_MAX_NEAR_ZERO_SIZE))
-"""Wider intervals about zero are left to `shape`."""
+"""Minimum level of the intervals about zero; wider ones are covered by `shape`."""
 
 
-def _shape(cells: IntArray) -> tuple[FloatArray, FloatArray]:
-    """Eight and 128 cells."""
+def _judge_shape(cells: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Test eight and 128 cells."""
     found = [judge_even_counts(cells.reshape(len(cells), 1, width, -1).sum(axis=-1)) for width in (8, 128)]
     return np.hstack([each[0] for each in found]), np.hstack([each[1] for each in found])
 
 
-def _distance(histogram: IntArray) -> float:
-    """Of Kolmogorov and Smirnov, seen at the edges of bins: never more than it is."""
-    share = np.hstack([np.zeros((2, 1)), histogram.reshape(2, -1).cumsum(axis=1)[:, :-1]]) / histogram.sum()
-    upto = _EDGES <= 1.0
-    return float(np.abs(share - _EDGES / 2.0)[:, upto].max())
+def _compute_distance(histogram: IntArray) -> float:
+    """Compute the Kolmogorov-Smirnov distance at the edges of bins: never more than the exact one."""
+    fraction = np.hstack([np.zeros((2, 1)), histogram.reshape(2, -1).cumsum(axis=1)[:, :-1]]) / histogram.sum()
+    is_probability = _EDGES <= 1.0
+    return float(np.abs(fraction - _EDGES / 2.0)[:, is_probability].max())
 
 
-def _maximum(size: float, count: int) -> float:
-    """Two-sided p-value of the largest of `count` exponential numbers: `P(max <= x) = (1 - exp(-x))^N`."""
+def _compute_maximum_p_value(size: float, count: int) -> float:
+    """Compute the two-sided p-value of the largest of `count` exponential numbers: `P(max <= x) = (1 - exp(-x))^N`."""
     exponent = count * math.log1p(-math.exp(-size)) if size > 0.0 else -math.inf
     return min(1.0, 2.0 * min(math.exp(exponent), -math.expm1(exponent)))
 
 
-def _halves(counts: IntArray) -> StatisticsAndPValues:
-    """The first of `counts`, `(groups, 2)`, is half of the second."""
-    share = counts[:, :1] / np.maximum(counts[:, 1:], 1)
-    return share, np.where(counts[:, 1:] > 0, compute_binomial_p_values(counts[:, :1], counts[:, 1:], 0.5), np.nan)
+def _judge_halves(counts: IntArray) -> StatisticsAndPValues:
+    """Test whether the first of `counts`, `(groups, 2)`, is half of the second."""
+    fraction = counts[:, :1] / np.maximum(counts[:, 1:], 1)
+    return fraction, np.where(counts[:, 1:] > 0, compute_binomial_p_values(counts[:, :1], counts[:, 1:], 0.5), np.nan)

@@ -1,11 +1,11 @@
-"""Noise taken off messages: what a learner said beside what it would have said without noise.
+"""Residuals: the noise of messages, which is the message minus its value without noise.
 
-A learner's state is replayed from what was overheard, so the noise of every message is known: what was said minus the centre.
-Divided by its scale it must be independent standard Laplace numbers, on the lattice. A guarantee rests on nothing else, and
-what breaks it here (half the scale, reused or omitted noise, Gaussian tails) needs thousands of runs, or cannot be seen at
-all, where two worlds are told apart.
+A learner's state is replayed from the recorded messages, so the noise of every message is known: the message minus the centre.
+Divided by its scale it must be independent standard Laplace numbers, on the lattice. A guarantee depends on nothing else, and
+faults that are detected here (half the scale, reused or omitted noise, Gaussian tails) need thousands of runs, or are
+undetectable, where two worlds are compared.
 
-Objective perturbation is not seen: its noise is in the problem that a learner solves, not on its message.
+Objective perturbation is not covered: its noise is in the problem that a learner solves, not on its message.
 """
 
 from __future__ import annotations
@@ -32,39 +32,40 @@ from sottovoce_core.runs.transcript import Transcript
 ByteArray = npt.NDArray[np.int8]
 
 ALL_BITS = 64
-"""Low bits lost: all of them."""
+"""Count of lost bits if no bit is resolved."""
 
 _MAX_EXACT_INTEGER = 2.0**53
-"""Whole numbers below this are exact in float64."""
-_SURE = 51
-"""Bits of a sum in float64 that are right, whatever was rounded on the way to it: all but two."""
+"""Limit below which integers are exact in float64."""
+_EXACT_SUM_BITS = 51
+"""Count of correct bits of a sum of rounded terms in float64: all but two."""
 
 _TIE = 1e-9
-"""A scale so close to a power of two, relatively, may have either spacing: platforms round the schedule's powers differently."""
+"""Relative distance from a power of two within which a scale may have either spacing: platforms round powers differently."""
 _TINY = float(np.finfo(float).tiny)
 
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """The noise that a replay finds in one field of one learner's messages.
+    """Noise that a replay finds in one field of one learner's messages.
 
     Attributes:
-        learner: its index.
-        field: of the message.
-        values: `(rounds, replicas, dim)`; independent standard Laplace numbers if the learner does what it says. NaN
-            where there should be no noise, and after the first round in which nobody heard the learner, or somebody
-            whom it heard. Laplace noise is divided by its scale; other noise is mapped to Laplace numbers of the same
-            probability (`convert_to_laplace`).
-        steps: `(rounds, replicas, dim)` the noise in lattice spacings, K'. A replay rounds elsewhere than the learner did,
-            so it may be one off; to which side follows from the past alone, so low bits stay as evenly spread as they
-            were. 0 where `lost` is `ALL`.
-        said: the same of the message, which needs no replay.
-        lost: the same: how many low bits of either are unresolved by float64; `ALL` where nothing is known, or on no lattice.
-        off: the same: whether the message is off its lattice.
-        scale: `(rounds,)` of the noise, or the same for each of `dim`; NaN where there is none.
-        grid: the same of the spacing of the lattice; NaN where there is none.
-        past: by name, `(rounds, replicas, dim)` each, or `(rounds, 1, dim)` of what is the same in all of them: what the learner
-            had before it drew the noise, and must not let it depend on. Empty unless it was asked for.
+        learner: index of the learner.
+        field: field of the message.
+        values: `(rounds, replicas, dim)`; independent standard Laplace numbers if the learner is honest. NaN where there
+            should be no noise, and after the first round in which a message of the learner or of one of its in-neighbours is
+            missing. Laplace noise is divided by its scale; other noise is mapped to Laplace numbers of the same probability
+            (`convert_to_laplace`).
+        steps: `(rounds, replicas, dim)` noise in lattice spacings, K'. A replay rounds elsewhere than the learner did, so it
+            may be off by one; the direction depends on the past alone, so low bits remain uniform. 0 where `lost_bits` is
+            `ALL_BITS`.
+        message_steps: `(rounds, replicas, dim)` message in lattice spacings, which needs no replay.
+        lost_bits: `(rounds, replicas, dim)` count of low bits of either that float64 does not resolve; `ALL_BITS` where
+            nothing is known, or off any lattice.
+        is_off_lattice: `(rounds, replicas, dim)` whether the message is off its lattice.
+        scale: `(rounds,)` noise scale, or one for each of `dim`; NaN where there is no noise.
+        grid: lattice spacing, shaped as `scale`; NaN where there is none.
+        past: by name, `(rounds, replicas, dim)` each, or `(rounds, 1, dim)` for values equal in all replicas: the learner's
+            state before it drew the noise, which must be independent of it. Empty unless requested.
     """
 
     learner: int
@@ -79,12 +80,12 @@ class Residuals:
     past: dict[str, FloatArray] = dataclass_field(default_factory=dict)
 
     def get_round(self, t: int) -> Residuals:
-        """A single round of it, as views."""
+        """Return a single round as views."""
         rows = {name: getattr(self, name)[t : t + 1] for name in UNKNOWN_VALUES}
         return Residuals(self.learner, self.field, **rows)
 
     def forget(self, rounds: IntArray) -> None:
-        """Nothing is known of these rounds."""
+        """Set these rounds to unknown."""
         for name, nothing in UNKNOWN_VALUES.items():
             getattr(self, name)[rounds] = nothing
 
@@ -98,21 +99,21 @@ UNKNOWN_VALUES: Mapping[str, np.generic] = {
     "scale": np.float64(np.nan),
     "grid": np.float64(np.nan),
 }
-"""The arrays of `Residuals`, and what stands in them where nothing is known."""
+"""Arrays of `Residuals`, and their values where nothing is known."""
 
 RUN_INDEPENDENT_NAMES = ("scale", "grid")
-"""Those that are the same in all runs."""
+"""Names of the arrays that are equal in all runs."""
 
 
-def create_unknown_arrays(shape: tuple[int, ...], of_scales: tuple[int, ...]) -> dict[str, Any]:
-    """These arrays, nothing of them known: of the shape of `values`, and, `scale` and `grid`, of that of `scale`."""
+def create_unknown_arrays(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> dict[str, Any]:
+    """Create the arrays with unknown values: `shape` for most, `scale_shape` for `scale` and `grid`."""
     return {
-        name: np.full(of_scales if name in RUN_INDEPENDENT_NAMES else shape, nothing)
-        for name, nothing in UNKNOWN_VALUES.items()
+        name: np.full(scale_shape if name in RUN_INDEPENDENT_NAMES else shape, unknown)
+        for name, unknown in UNKNOWN_VALUES.items()
     }
 
 
-def _blank(learner: int, field: str, shape: tuple[int, ...]) -> Residuals:
+def _create_unknown_residuals(learner: int, field: str, shape: tuple[int, ...]) -> Residuals:
     return Residuals(learner, field, **create_unknown_arrays(shape, shape[:1]))
 
 
@@ -120,86 +121,90 @@ def _blank(learner: int, field: str, shape: tuple[int, ...]) -> Residuals:
 
 
 @dataclass(frozen=True, slots=True)
-class _Noisy:
-    """What the schedule says of the noise in a field of one round's message.
+class _FieldNoise:
+    """Scheduled noise in a field of one round's message.
 
     Attributes:
-        law: of the noise.
-        scale: of the noise.
-        where: `(1, 1, dim)` which numbers carry it.
+        distribution: noise distribution.
+        scale: noise scale.
+        where: `(1, 1, dim)` mask of the numbers with noise.
         lattice: whether the message itself is on the lattice, and not the noise alone.
     """
 
-    law: Distribution
+    distribution: Distribution
     scale: float
     where: BoolArray
     lattice: bool
 
 
-Schedule = dict[tuple[int, int], Mapping[str, _Noisy]]
-"""By learner and round, the fields that carry noise: the same in all runs, so found out once."""
+Schedule = dict[tuple[int, int], Mapping[str, _FieldNoise]]
+"""Fields with noise by learner and round: equal in all runs, so computed once."""
 
 
 def extract_round_noise(
     replay: Replay,
-    said: Message,
-    room: Mapping[str, Residuals] | None = None,
+    message: Message,
+    buffers: Mapping[str, Residuals] | None = None,
     schedule: Schedule | None = None,
 ) -> dict[str, Residuals]:
-    """The noise of this round's message, by field that carries any.
+    """Extract the noise of this round's message, by field with noise.
 
     The claimed scale is `Algorithm.noise_scale`; that of spherical noise depends on the number of records, and is the one that
-    the algorithm asks its source for. In a replay of two worlds the learner lived in the first.
+    the algorithm requests from its source. In a replay of two worlds the learner belongs to the first.
 
     Args:
-        replay: of the learner, before the round.
-        said: its message, fields `(1, replicas, dim)`.
-        room: residuals of one round, by field, to be filled, whatever is in them (default: new ones).
-        schedule: what other replays of the same run have found; is kept up.
+        replay: replay of the learner, before the round.
+        message: its message, fields `(1, replicas, dim)`.
+        buffers: residuals of one round, by field, to be overwritten (default: new ones).
+        schedule: fields found by other replays of the same run; updated in place.
     """
     centre = replay.emit(no_noise)
     schedule = {} if schedule is None else schedule
-    at = replay.learner, replay.t
-    if at not in schedule:
-        schedule[at] = _noisy(replay, centre)
-    found = {}
-    for name, noisy in schedule[at].items():
-        filled = found[name] = _blank(replay.learner, name, said[name].shape) if room is None else room[name]
-        own = centre[name][:1]
-        _take_off(filled, noisy, said[name], own, 0.0 if noisy.lattice else _beside(replay, name))
-        filled.past["centre"] = own
+    key = replay.learner, replay.t
+    if key not in schedule:
+        schedule[key] = _find_field_noise(replay, centre)
+    residuals = {}
+    for name, field_noise in schedule[key].items():
+        filled = residuals[name] = (
+            _create_unknown_residuals(replay.learner, name, message[name].shape) if buffers is None else buffers[name]
+        )
+        own_centre = centre[name][:1]
+        _fill_residuals(
+            filled, field_noise, message[name], own_centre, 0.0 if field_noise.lattice else _bound_mix(replay, name)
+        )
+        filled.past["centre"] = own_centre
         if len(centre[name]) > 1:
-            filled.past["swap"] = (own - centre[name][1:2]) / noisy.scale
-    return found
+            filled.past["swap"] = (own_centre - centre[name][1:2]) / field_noise.scale
+    return residuals
 
 
-def _noisy(replay: Replay, centre: Message) -> dict[str, _Noisy]:
-    """The fields of this round's message that carry noise.
+def _find_field_noise(replay: Replay, centre: Message) -> dict[str, _FieldNoise]:
+    """Find the fields of this round's message that carry noise.
 
-    The learner, who says `centre` without noise, speaks once with the same number in place of every noise: where a message moves
-    by as much, it carries noise.
+    The message `centre` has no noise; the learner emits once more with the same number in place of every noise: where the
+    message moves by this number, it carries noise.
     """
     steps: dict[str, tuple[Distribution, Scalars]] = {}
 
     def probe(draw: NoiseRequest) -> FloatArray:
-        # On the lattice, so that no sum is rounded; about one scale.
+        # A number on the lattice, so that no sum is rounded; about one scale.
         step = 1.0 / draw.scale if draw.spacing is None else draw.spacing * 2.0**LATTICE_BITS
         steps[draw.field] = draw.distribution, step
         return np.zeros(draw.shape) + step
 
     moved, algorithm = replay.emit(probe), replay.run.algorithm
     on_lattice = algorithm.lattice_spacings(replay.learner, replay.t) if isinstance(algorithm, LatticeAlgorithm) else ()
-    found = {}
+    fields = {}
     for name in sorted(steps.keys() & centre.fields.keys()):
-        law, step = steps[name]
+        distribution, step = steps[name]
         scale = algorithm.noise_scale(replay.learner, replay.t)
-        if law == "spherical":
+        if distribution == "spherical":
             scale = float(np.asarray(step).flat[0])
-        # By schedule alone, so that one replica says it for all.
-        where = np.abs(moved[name][:1, :1] - centre[name][:1, :1] - step) <= 1e-6 * np.abs(step)
-        if 0.0 < scale < math.inf and where.any():
-            found[name] = _Noisy(law, scale, where, name in on_lattice)
-    return found
+        # The mask follows from the schedule alone, so one replica suffices.
+        mask = np.abs(moved[name][:1, :1] - centre[name][:1, :1] - step) <= 1e-6 * np.abs(step)
+        if 0.0 < scale < math.inf and mask.any():
+            fields[name] = _FieldNoise(distribution, scale, mask, name in on_lattice)
+    return fields
 
 
 def compute_residuals(
@@ -213,18 +218,18 @@ def compute_residuals(
     buffers: Mapping[str, Residuals] | None = None,
     schedule: Schedule | None = None,
 ) -> tuple[Residuals, ...]:
-    """Replay one learner, and take its noise off its messages.
+    """Replay one learner, and extract the noise of its messages.
 
     Args:
-        run: the run that was overheard.
-        transcript: what all learners said.
-        data: what they learned.
-        learner: whose noise.
-        close: keep what the learner had before every draw, too.
-        other: its records in the other world: how far they move the centre is part of what it had (`swap`, in scales), and
-            the most telling part if it handles a record otherwise than it promised.
-        room: for every field residuals to be filled, whatever is in them (default: new ones).
-        schedule: what other replays of the same run have found; is kept up.
+        run: recorded run.
+        transcript: messages of all learners.
+        data: records of all learners.
+        learner: index of the learner.
+        keep_past: keep the learner's state before every draw, too.
+        other_records: its records in the other world: the resulting shift of the centre is part of its past (`swap`, in
+            scales), and the most revealing part if it mishandles a record.
+        buffers: residuals to be overwritten, for every field (default: new ones).
+        schedule: fields found by other replays of the same run; updated in place.
 
     Returns:
         One entry for each field that carries noise in some round.
@@ -232,44 +237,45 @@ def compute_residuals(
     own = data.learners[learner]
     sides = (own,) if other_records is None else (own, other_records)
     replay = Replay(run, learner, transcript.replicas, len(sides))
-    every = buffers or {
-        name: _blank(learner, name, (len(values), *values.shape[2:])) for name, values in transcript.fields.items()
+    residuals = buffers or {
+        name: _create_unknown_residuals(learner, name, (len(values), *values.shape[2:]))
+        for name, values in transcript.fields.items()
     }
-    noisy: dict[str, list[int]] = {}
-    before: Mapping[str, FloatArray] = {}
+    noisy_rounds: dict[str, list[int]] = {}
+    past: Mapping[str, FloatArray] = {}
     for t in range(transcript.rounds):
         messages = transcript.messages(t, learner, replay.required_senders)
-        round_of = {name: each.get_round(t) for name, each in every.items()}
+        round_buffers = {name: each.get_round(t) for name, each in residuals.items()}
         for name, noise in (
-            {} if replay.is_offline else extract_round_noise(replay, messages[learner], round_of, schedule)
+            {} if replay.is_offline else extract_round_noise(replay, messages[learner], round_buffers, schedule)
         ).items():
-            noisy.setdefault(name, []).append(t)
-            for what, values in {**noise.past, **before}.items() if keep_past else ():
+            noisy_rounds.setdefault(name, []).append(t)
+            for name_of_past, values in {**noise.past, **past}.items() if keep_past else ():
                 if values.shape[-1] == noise.values.shape[-1]:
-                    _keep(every[name], what, t, values[0])
+                    _store_past(residuals[name], name_of_past, t, values[0])
         replay.step(messages, *(side.batch(t) for side in sides))
         if not replay.is_known:
             break
         if keep_past:
-            before = collect_past(replay, own.batch(t))
-    for name, each in every.items():
-        each.forget(np.setdiff1d(np.arange(transcript.rounds), noisy.get(name, ())))
-    return tuple(every[name] for name in sorted(noisy) if np.isfinite(every[name].values).any())
+            past = collect_past(replay, own.batch(t))
+    for name, each in residuals.items():
+        each.forget(np.setdiff1d(np.arange(transcript.rounds), noisy_rounds.get(name, ())))
+    return tuple(residuals[name] for name in sorted(noisy_rounds) if np.isfinite(residuals[name].values).any())
 
 
-def _keep(noise: Residuals, what: str, t: int, values: FloatArray) -> None:
-    """Something of the past of round t, `(replicas, dim)` or `(1, dim)`."""
+def _store_past(noise: Residuals, name: str, t: int, values: FloatArray) -> None:
+    """Store one value of the past of round t, `(replicas, dim)` or `(1, dim)`."""
     rounds, _, dim = noise.values.shape
-    kept = noise.past.get(what)
-    if kept is None:
-        kept = noise.past[what] = np.zeros((rounds, len(values), dim))
-    elif kept.shape[1] < len(values):
-        kept = noise.past[what] = np.repeat(kept, len(values), axis=1)
-    kept[t] = values
+    stored = noise.past.get(name)
+    if stored is None:
+        stored = noise.past[name] = np.zeros((rounds, len(values), dim))
+    elif stored.shape[1] < len(values):
+        stored = noise.past[name] = np.repeat(stored, len(values), axis=1)
+    stored[t] = values
 
 
 def collect_past(replay: Replay, batch: Batch) -> dict[str, FloatArray]:
-    """What the learner took from the round that is over, `(1, replicas, dim)` or `(1, 1, dim)` each, by name."""
+    """Collect the learner's state after the last round, `(1, replicas, dim)` or `(1, 1, dim)` each, by name."""
     decision = replay.decision[:1]
     if not batch.size:
         return {"decision": decision}
@@ -285,8 +291,8 @@ def collect_past(replay: Replay, batch: Batch) -> dict[str, FloatArray]:
     }
 
 
-def _beside(replay: Replay, name: str) -> FloatArray | float:
-    """`(1, replicas, 1)`: at most so large is what stands beside the noise in a message, a mix of what was said before."""
+def _bound_mix(replay: Replay, name: str) -> FloatArray | float:
+    """Bound the mix of earlier messages that is added to the noise in a message: `(1, replicas, 1)`."""
     sizes = [
         np.abs(each[name]).max(axis=-1, keepdims=True)
         for each in replay.received_messages.values()
@@ -295,78 +301,89 @@ def _beside(replay: Replay, name: str) -> FloatArray | float:
     return as_floats(np.sum(sizes, axis=0)) if sizes else 0.0
 
 
-def _take_off(into: Residuals, noisy: _Noisy, said: FloatArray, centre: FloatArray, beside: FloatArray | float) -> None:
-    """Fill the residuals of a round: what was said without its centre, where there is noise."""
-    into.scale[:] = noisy.scale
-    if noisy.law == "spherical":
-        into.steps[:], into.message_steps[:], into.lost_bits[:], into.is_off_lattice[:], into.grid[:] = (
-            0,
-            0,
-            ALL_BITS,
-            False,
+def _fill_residuals(
+    residuals: Residuals,
+    field_noise: _FieldNoise,
+    values: FloatArray,
+    centre: FloatArray,
+    mix_bound: FloatArray | float,
+) -> None:
+    """Fill the residuals of a round: the message minus its centre, where there is noise."""
+    residuals.scale[:] = field_noise.scale
+    if field_noise.distribution == "spherical":
+        residuals.steps[:] = 0
+        residuals.message_steps[:] = 0
+        residuals.lost_bits[:] = ALL_BITS
+        residuals.is_off_lattice[:] = False
+        residuals.grid[:] = np.nan
+        residuals.values[:] = np.where(
+            field_noise.where,
+            convert_to_laplace(field_noise.distribution, (values - centre) / field_noise.scale),
             np.nan,
         )
-        into.values[:] = np.where(noisy.where, convert_to_laplace(noisy.law, (said - centre) / noisy.scale), np.nan)
         return
-    spacing = float(lattice_spacing(noisy.scale * (1.0 - _TIE)))  # the finer one where it may be either
-    into.grid[:] = spacing
-    message, whole = said * (1.0 / spacing), centre * (1.0 / spacing)  # exact, for spacings are powers of two
-    # The learner rounds its centre, too, and never the sum: each is a whole number of its own.
-    np.rint(whole, out=whole)
-    steps = message - whole
-    unresolved: IntArray | int = 0
-    if not noisy.lattice:
-        # What was public before stands beside the noise, on no lattice (dual averaging): the noise alone is on it.
-        noise = (said - centre) / spacing
-        # It may be much larger than the sum, and then the noise lost its low bits where it was added.
-        size = np.abs(message) + beside / spacing
-        rounding = 64 * np.finfo(float).eps * np.maximum(size, np.abs(whole))
-        unresolved = np.clip(np.frexp(np.where(np.isfinite(size), size, 0.0))[1] - _SURE, 0, ALL_BITS)
+    spacing = float(lattice_spacing(field_noise.scale * (1.0 - _TIE)))  # the finer spacing where both are possible
+    residuals.grid[:] = spacing
+    # exact, for spacings are powers of two
+    message_steps = values * (1.0 / spacing)
+    centre_steps = centre * (1.0 / spacing)
+    # The learner rounds its centre, too, and never the sum: both are integers.
+    np.rint(centre_steps, out=centre_steps)
+    steps = message_steps - centre_steps
+    unresolved_bits: IntArray | int = 0
+    if not field_noise.lattice:
+        # A public mix is added to the noise, off the lattice (dual averaging): only the noise is on it.
+        noise = (values - centre) / spacing
+        # The mix may be much larger than the sum, and then the noise lost its low bits in the addition.
+        size = np.abs(message_steps) + mix_bound / spacing
+        rounding = 64 * np.finfo(float).eps * np.maximum(size, np.abs(centre_steps))
+        unresolved_bits = np.clip(np.frexp(np.where(np.isfinite(size), size, 0.0))[1] - _EXACT_SUM_BITS, 0, ALL_BITS)
         steps = np.where(np.abs(noise - np.rint(noise)) <= 0.125 + rounding, np.rint(noise), noise)
-        message = steps + whole
-    np.multiply(steps, spacing / noisy.scale, out=into.values)
-    if noisy.law != "laplace":
-        into.values[:] = convert_to_laplace(noisy.law, into.values)
-    if not noisy.where.all():
-        into.values[:] = np.where(noisy.where, into.values, np.nan)
-    # Not-a-number where nobody heard the message: then no comparison holds.
-    exact = bool(max(message.max(), -message.min(), whole.max(), -whole.min()) < _MAX_EXACT_INTEGER)
-    judged = (
-        noisy.where
-        if exact
-        else noisy.where & (np.abs(message) < _MAX_EXACT_INTEGER) & (np.abs(whole) < _MAX_EXACT_INTEGER)
+        message_steps = steps + centre_steps
+    np.multiply(steps, spacing / field_noise.scale, out=residuals.values)
+    if field_noise.distribution != "laplace":
+        residuals.values[:] = convert_to_laplace(field_noise.distribution, residuals.values)
+    if not field_noise.where.all():
+        residuals.values[:] = np.where(field_noise.where, residuals.values, np.nan)
+    # Not-a-number where the message is missing: then no comparison holds.
+    exact = bool(
+        max(message_steps.max(), -message_steps.min(), centre_steps.max(), -centre_steps.min()) < _MAX_EXACT_INTEGER
     )
-    on = np.rint(message) == message
-    either = int(float(lattice_spacing(noisy.scale * (1.0 + _TIE))) != spacing)
-    if judged.all() and on.all():
-        into.steps[:], into.message_steps[:], into.lost_bits[:], into.is_off_lattice[:] = (
-            steps,
-            message,
-            np.maximum(unresolved, either),
-            False,
+    is_tested = field_noise.where
+    if not exact:
+        is_tested = (
+            is_tested & (np.abs(message_steps) < _MAX_EXACT_INTEGER) & (np.abs(centre_steps) < _MAX_EXACT_INTEGER)
         )
+    is_on_lattice = np.rint(message_steps) == message_steps
+    ambiguous_bits = int(float(lattice_spacing(field_noise.scale * (1.0 + _TIE))) != spacing)
+    if is_tested.all() and is_on_lattice.all():
+        residuals.steps[:] = steps
+        residuals.message_steps[:] = message_steps
+        residuals.lost_bits[:] = np.maximum(unresolved_bits, ambiguous_bits)
+        residuals.is_off_lattice[:] = False
         return
-    into.is_off_lattice[:] = noisy.where & ~on & ~np.isnan(message)
-    judged = judged & on
-    into.steps[:], into.message_steps[:] = np.where(judged, steps, 0.0), np.where(judged, message, 0.0)
-    into.lost_bits[:] = np.where(judged, np.maximum(unresolved, either), ALL_BITS)
+    residuals.is_off_lattice[:] = field_noise.where & ~is_on_lattice & ~np.isnan(message_steps)
+    is_tested = is_tested & is_on_lattice
+    residuals.steps[:] = np.where(is_tested, steps, 0.0)
+    residuals.message_steps[:] = np.where(is_tested, message_steps, 0.0)
+    residuals.lost_bits[:] = np.where(is_tested, np.maximum(unresolved_bits, ambiguous_bits), ALL_BITS)
 
 
-def convert_to_laplace(law: Distribution, noise: FloatArray) -> FloatArray:
-    """Noise `(..., dim)` of scale 1 as independent standard Laplace numbers, with the signs of the noise.
+def convert_to_laplace(distribution: Distribution, noise: FloatArray) -> FloatArray:
+    """Convert noise `(..., dim)` of scale 1 to independent standard Laplace numbers, with the signs of the noise.
 
-    Gaussian noise coordinate by coordinate. A spherical vector e is taken apart into what is independent (Rosenblatt
-    1952): the norm, of law Gamma(dim), becomes the last number; the k-th one before is the share of `e_k^2` in
-    `e_k^2 + ... + e_dim^2`, of law Beta(1/2, (dim - k)/2).
+    Gaussian noise is converted by coordinate. A spherical vector e is decomposed into independent parts (Rosenblatt 1952): the
+    norm, distributed as Gamma(dim), becomes the last number; the k-th one before is the fraction of `e_k^2` in `e_k^2 + ... +
+    e_dim^2`, distributed as Beta(1/2, (dim - k)/2).
     """
-    if law == "laplace":
+    if distribution == "laplace":
         return noise
-    if law == "gaussian":
+    if distribution == "gaussian":
         return np.copysign(-special.log_ndtr(-np.abs(noise)) - math.log(2.0), noise)
     dim, squares = noise.shape[-1], noise**2
-    rest = np.cumsum(squares[..., ::-1], axis=-1)[..., ::-1]
-    share = squares[..., :-1] / np.maximum(rest[..., :-1], _TINY)
-    larger = np.empty_like(noise)
-    larger[..., :-1] = special.betaincc(0.5, np.arange(dim - 1, 0, -1) / 2.0, share)
-    larger[..., -1] = special.gammaincc(dim, np.sqrt(rest[..., 0]))
-    return np.copysign(-np.log(np.maximum(larger, _TINY)), noise)
+    tail_sums = np.cumsum(squares[..., ::-1], axis=-1)[..., ::-1]
+    fraction = squares[..., :-1] / np.maximum(tail_sums[..., :-1], _TINY)
+    upper_tail = np.empty_like(noise)
+    upper_tail[..., :-1] = special.betaincc(0.5, np.arange(dim - 1, 0, -1) / 2.0, fraction)
+    upper_tail[..., -1] = special.gammaincc(dim, np.sqrt(tail_sums[..., 0]))
+    return np.copysign(-np.log(np.maximum(upper_tail, _TINY)), noise)

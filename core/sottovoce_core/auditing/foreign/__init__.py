@@ -1,1 +1,1 @@
-"""The audit without an algorithm: captured runs of two worlds, of a foreign service or of encrypted channels."""
+"""Audit without an algorithm: captured runs of two worlds, of a foreign service or of encrypted channels."""

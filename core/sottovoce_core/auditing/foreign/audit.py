@@ -1,8 +1,8 @@
-"""The audit without an algorithm: captured runs of two worlds, of a service that is not ours, or by a wiretap.
+"""Audit without an algorithm: captured runs of two worlds, of a foreign service, or from a wiretap.
 
-The coin of every run is the user's. Bounds are those of the black box, at the whole of alpha. What is said twice is no bound on
-epsilon: it never refutes a claim, but keeps it from being called consistent. Timing is shown and not judged, where each world has
-processes of its own: two differ in it whatever they hold.
+The user supplies the coin of every run. Bounds are those of the black box, with all of alpha. Repeats are no bound on epsilon:
+they never refute a claim, but prevent the verdict "consistent". Timing is shown but not tested if each world has its own
+processes: these differ in timing in any case.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
 
 
 _MIN_COIN_P_VALUE = 1e-3
-"""Coins that a fair one gives less often than this are doubted."""
+"""Minimum p-value of coins that are accepted as fair."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignAudit:
-    """What was found, and what may be said.
+    """Results of a foreign audit.
 
     Attributes:
-        runs: of each world, after runs were left out to make both as frequent.
-        left_out: how many were.
-        in_turns: the worlds follow each other as coins do. If not, what drifts with time tells them apart, too.
-        timed: guesses by timing; none where times are judged with the rest.
-        signs: what was said twice.
-        messages: of a run, among which epsilon may be divided.
-        leaks: the numbers that tell the worlds apart most, where a classifier does.
-        noise: what came of the claimed noise; None: none is claimed.
-        found: guesses by all that is judged.
-        verdict: on the claim.
+        runs: number of runs of each world, after some were excluded to balance them.
+        excluded_runs: number of excluded runs.
+        is_interleaved: True if the worlds alternate as coins do. If not, drift over time distinguishes them, too.
+        timing_bounds: bounds from timing; empty if times are tested with the rest.
+        anomalies: repeats.
+        message_count: messages of a run, among which epsilon may be divided.
+        leaks: numbers that differ most between the worlds, if a classifier distinguishes them.
+        noise: results on the claimed noise; None: none is claimed.
+        findings: guesses by everything that is tested.
+        verdict: verdict on the claim.
     """
 
     runs: tuple[int, int]
@@ -75,7 +75,7 @@ class ForeignAudit:
 
     @property
     def max_provable_epsilon(self) -> float:
-        """The bound if every guess were right."""
+        """Bound if every guess were correct."""
         return self.findings.max_provable_epsilon
 
 
@@ -89,25 +89,25 @@ def audit_traffic(
     seed: int = 0,
     same_processes: bool = False,
     void_reason: str = "",
-    on_stage: Callable[[str], None] = lambda what: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> ForeignAudit:
     """Audit captured runs.
 
     Args:
-        runs: of both worlds, each in a world that a fair coin chose.
-        claim: epsilon that is claimed for a run; infinite: nothing is.
-        delta: at which it is claimed, and bounded.
-        noise: what is claimed of the noise in decoded fields, by name; empty: nothing is.
-        confidence: with which a claim that holds is not refuted.
-        seed: of the split and the classifiers.
-        same_processes: the same processes lived in both worlds, in turns: times are judged, too, and what tells the worlds apart
-            at all is a sign, for numbers alone need do so, and nobody sees them.
-        void: why the coins are none; empty: they may be fair.
-        say: told what is being done.
+        runs: runs of both worlds, each in a world that a fair coin chose.
+        claim: claimed epsilon for a run; infinite: none.
+        delta: delta at which it is claimed, and bounded.
+        noise: claimed noise in decoded fields, by name; empty: none.
+        confidence: probability that a true claim is not refuted.
+        seed: seed of the split and the classifiers.
+        same_processes: the same processes served both worlds, alternately: times are tested, too, and any difference between
+            the worlds is an anomaly, because only the numbers may differ, and they are encrypted.
+        void_reason: reason why the coins are not valid; empty: they may be fair.
+        on_stage: receives the name of each stage.
 
     Raises:
         CaptureError: a world has no run.
-        SpecError: scipy or scikit-learn are not installed; or noise is claimed of a field that there is not.
+        SpecError: scipy or scikit-learn are not installed; or noise is claimed of a field that does not exist.
     """
     for extra, package in (("scipy.stats", "scipy"), ("sklearn", "scikit-learn")):
         import_optional(extra, package, "an audit")
@@ -115,123 +115,146 @@ def audit_traffic(
     from sottovoce_core.auditing.foreign.power import count_messages
 
     levels = AlphaAllocation(1.0 - confidence, NOISE_ALLOCATION if noise else BLACK_BOX_ALLOCATION)
-    dropped, boxed, clocked, spread = np.random.SeedSequence(seed).spawn(4)
-    kept = _balanced(sorted(runs, key=lambda run: run.start_time), np.random.default_rng(dropped))
-    worlds = np.array([run.world for run in kept], dtype=np.int64)
-    in_turns = _in_turns(worlds)
-    on_stage("looking for what is said twice")
-    seen = find_anomalies(kept)
-    noised = None
+    balance_seed, box_seed, timing_seed, rounding_seed = np.random.SeedSequence(seed).spawn(4)
+    balanced = _balance(sorted(runs, key=lambda run: run.start_time), np.random.default_rng(balance_seed))
+    worlds = np.array([run.world for run in balanced], dtype=np.int64)
+    is_interleaved = _is_interleaved(worlds)
+    on_stage("looking for repeats")
+    anomalies = find_anomalies(balanced)
+    noise_findings = None
     if noise:
         on_stage("testing the noise")
-        noised = check_noise(kept, noise, levels, np.random.default_rng(spread), claim, delta)
+        noise_findings = check_noise(balanced, noise, levels, np.random.default_rng(rounding_seed), claim, delta)
     on_stage("black box")
-    learnt, _ = split(len(kept), boxed)
-    clocks, answers = build_timing_views(kept), build_answer_views(kept, learnt)
-    seen_in = build_views(kept) | _spread_views(kept, learnt) | {name: view for name, (view, _) in answers.items()}
-    seen_in |= clocks if same_processes else {}
-    bounds = [each.bound for each in attack(seen_in, worlds, levels, claim, boxed, delta)]
-    shown = find_leaks(kept, seen_in, worlds, bounds, {name: names for name, (_, names) in answers.items()})
-    guesses = count_guessed_runs(len(kept))
-    decided = noised is not None and noised.is_decisive
-    found = Findings(
-        runs=len(kept) // 2,
+    learned_runs, _ = split(len(balanced), box_seed)
+    timing_views, answers = build_timing_views(balanced), build_answer_views(balanced, learned_runs)
+    views = (
+        build_views(balanced)
+        | _build_spread_views(balanced, learned_runs)
+        | {name: view for name, (view, _) in answers.items()}
+    )
+    views |= timing_views if same_processes else {}
+    bounds = [each.bound for each in attack(views, worlds, levels, claim, box_seed, delta)]
+    leaks = find_leaks(balanced, views, worlds, bounds, {name: names for name, (_, names) in answers.items()})
+    guesses = count_guessed_runs(len(balanced))
+    is_decided = noise_findings is not None and noise_findings.is_decisive
+    findings = Findings(
+        runs=len(balanced) // 2,
         alpha_allocation=levels,
         claim=claim,
-        tests=() if noised is None else noised.tests,
-        bounds=tuple(_named(bound, shown) for bound in bounds),
-        anomalies=tuple(map(str, seen)),
+        tests=() if noise_findings is None else noise_findings.tests,
+        bounds=tuple(_add_location(bound, leaks) for bound in bounds),
+        anomalies=tuple(map(str, anomalies)),
         needed_runs=0
-        if decided or math.isinf(claim)
+        if is_decided or math.isinf(claim)
         else compute_min_runs(claim, compute_classifier_level(levels), GUESSED_FRACTION, delta),
-        assumption="" if in_turns else ", if nothing but the world changed between them",
+        assumption="" if is_interleaved else ", if only the world changed between them",
         void_reason=void_reason,
         max_provable_epsilon=compute_epsilon_lower_bound(
             guesses, guesses, compute_classifier_level(levels), delta, guesses
         ),
         delta=delta,
     )
-    messages = count_messages(kept)
+    messages = count_messages(balanced)
     if same_processes:
-        found = replace(found, anomalies=(*found.anomalies, *_apart(found)))
+        findings = replace(findings, anomalies=(*findings.anomalies, *_describe_difference(findings)))
     elif 0.0 < claim < math.inf:
-        found = _with_power(found, len(kept), messages, noised)
-    timed = (
-        () if same_processes else tuple(each.bound for each in attack(clocks, worlds, levels, math.inf, clocked, delta))
+        findings = _add_detectable_effects(findings, len(balanced), messages, noise_findings)
+    timing_bounds = (
+        ()
+        if same_processes
+        else tuple(each.bound for each in attack(timing_views, worlds, levels, math.inf, timing_seed, delta))
     )
     counts = (int((worlds == 0).sum()), int((worlds == 1).sum()))
     return ForeignAudit(
-        counts, len(runs) - len(kept), in_turns, timed, seen, messages, shown, noised, found, decide(found)
+        counts,
+        len(runs) - len(balanced),
+        is_interleaved,
+        timing_bounds,
+        anomalies,
+        messages,
+        leaks,
+        noise_findings,
+        findings,
+        decide(findings),
     )
 
 
-def _spread_views(runs: Sequence[RunTraffic], learnt: IntArray) -> dict[str, FloatArray]:
-    """Views that see how far numbers lie from their middle: noise of another size tells a world, too.
+def _build_spread_views(runs: Sequence[RunTraffic], learned_runs: IntArray) -> dict[str, FloatArray]:
+    """Build views of the distance of numbers from their median: noise of another size distinguishes worlds, too.
 
     Args:
-        runs: what passed.
-        learnt: the runs that may be learnt from, whose medians are the middle.
+        runs: captured runs.
+        learned_runs: indices of the runs that may be used for learning, whose medians are used.
     """
-    found = {}
+    views = {}
     for field, values in collect_decoded_fields(runs).items():
         if not values.size:
             continue
-        far = np.abs(values - np.median(values[learnt], axis=0))
-        usual = np.median(far[learnt], axis=0)
-        size = np.clip(np.divide(far, usual, out=np.zeros_like(far), where=usual > 0.0), 0.0, 20.0)
-        found[f"spread of {field}"] = size.reshape(len(runs), -1)
+        distances = np.abs(values - np.median(values[learned_runs], axis=0))
+        median_distance = np.median(distances[learned_runs], axis=0)
+        size = np.clip(
+            np.divide(distances, median_distance, out=np.zeros_like(distances), where=median_distance > 0.0), 0.0, 20.0
+        )
+        views[f"spread of {field}"] = size.reshape(len(runs), -1)
         parts = np.stack([size, np.log(size + 1e-3), size**2], axis=-1)
         each = parts.mean(axis=2).reshape(len(runs), -1)
         means = [size.mean(axis=1), each, parts.mean(axis=(1, 2))]
-        found[f"mean spread of {field}"] = np.concatenate(means, axis=1)
-    return found
+        views[f"mean spread of {field}"] = np.concatenate(means, axis=1)
+    return views
 
 
-def _named(bound: Bound, shown: Sequence[Leak]) -> Bound:
-    """A bound with the number that shows most in its view."""
-    where = next((str(leak) for leak in shown if leak.view == bound.view), "")
-    return replace(bound, location=where) if where and bound.value > 0.0 else bound
+def _add_location(bound: Bound, leaks: Sequence[Leak]) -> Bound:
+    """Add to a bound the number with the largest effect in its view."""
+    location = next((str(leak) for leak in leaks if leak.view == bound.view), "")
+    return replace(bound, location=location) if location and bound.value > 0.0 else bound
 
 
-def _with_power(found: Findings, runs: int, messages: int, noised: NoiseFindings | None) -> Findings:
-    """With what would have been found, and the plainest violation that would not."""
+def _add_detectable_effects(
+    findings: Findings, runs: int, messages: int, noise_findings: NoiseFindings | None
+) -> Findings:
+    """Add the minimum detectable effects, and the most obvious undetectable violation."""
     from sottovoce_core.auditing.foreign import power
 
-    guesser = power.PowerAnalysis(found.claim, found.delta, messages, found.alpha_allocation)
-    reaches = tuple(guesser.list_detectable_effects(runs))
-    if noised is not None and noised.noise_count:
-        reach, halved = power.compute_noise_effect(noised.noise_count, found.alpha_allocation)
-        reaches = reach, *reaches
-        if noised.is_decisive:
+    guesser = power.PowerAnalysis(findings.claim, findings.delta, messages, findings.alpha_allocation)
+    effects = tuple(guesser.list_detectable_effects(runs))
+    if noise_findings is not None and noise_findings.noise_count:
+        effect, detects_half_noise = power.compute_noise_effect(noise_findings.noise_count, findings.alpha_allocation)
+        effects = effect, *effects
+        if noise_findings.is_decisive:
             return replace(
-                found,
-                detectable_effects=reaches,
-                undetectable_violation="" if halved else "a service with half of its noise",
+                findings,
+                detectable_effects=effects,
+                undetectable_violation="" if detects_half_noise else "a service with half of its noise",
             )
-    if found.needed_runs > found.runs or guesser.can_detect(2.0, runs):
-        return replace(found, detectable_effects=reaches)
-    blind, many = "a service with half of its noise", guesser.find_needed_runs(2.0)
-    if noised is not None:
-        moved = f"numbers of {', '.join(noised.undecided_fields)}" if noised.undecided_fields else "messages"
-        blind = f"a record that moves {moved} twice as far"
-    needed = "more runs than anybody makes" if math.isinf(many) else f"about {many:,} runs of each world"
+    if findings.needed_runs > findings.runs or guesser.can_detect(2.0, runs):
+        return replace(findings, detectable_effects=effects)
+    violation, needed_runs = "a service with half of its noise", guesser.find_needed_runs(2.0)
+    if noise_findings is not None:
+        subject = (
+            f"numbers of {', '.join(noise_findings.undecided_fields)}"
+            if noise_findings.undecided_fields
+            else "messages"
+        )
+        violation = f"a record that moves {subject} twice as far"
+    needed = "more than 1,048,576 runs" if math.isinf(needed_runs) else f"about {needed_runs:,} runs of each world"
     return replace(
-        found, detectable_effects=reaches, undetectable_violation=f"{blind} (the best of guessers needs {needed})"
+        findings, detectable_effects=effects, undetectable_violation=f"{violation} (the optimal guesser needs {needed})"
     )
 
 
-def _apart(found: Findings) -> tuple[str, ...]:
-    """That the worlds differ, where a claim of more allows that; said of worlds that do not with probability alpha at most."""
-    who, bound = found.best_bound
-    if bound == 0.0 or bound > found.claim:  # more than that is no sign, but evidence
+def _describe_difference(findings: Findings) -> tuple[str, ...]:
+    """Describe a difference between the worlds that the claim allows; false with probability at most alpha."""
+    guesser, bound = findings.best_bound
+    if bound == 0.0 or bound > findings.claim:  # a larger bound is evidence, not an anomaly
         return ()
     return (
-        f"{who} tells the worlds apart (epsilon is above {bound:.3g}), and nothing that passes need do so but numbers",
+        f"{guesser} distinguishes the worlds (epsilon is above {bound:.3g}), but only numbers may differ between them",
     )
 
 
-def _balanced(runs: Sequence[RunTraffic], generator: np.random.Generator) -> list[RunTraffic]:
-    """Runs as a fair coin would have them: of a world that is too frequent, a random part.
+def _balance(runs: Sequence[RunTraffic], generator: np.random.Generator) -> list[RunTraffic]:
+    """Select runs as a fair coin would give them: of a world that is too frequent, a random part.
 
     Raises:
         CaptureError: a world has no run.
@@ -244,17 +267,17 @@ def _balanced(runs: Sequence[RunTraffic], generator: np.random.Generator) -> lis
     if 2.0 * float(stats.binom.cdf(min(ones, total - ones), total, 0.5)) >= _MIN_COIN_P_VALUE:
         return list(runs)
     common = int(2 * ones > total)
-    share = min(ones, total - ones) / max(ones, total - ones)
-    keep = (worlds != common) | (generator.random(total) < share)
-    return [run for run, kept in zip(runs, keep.tolist(), strict=True) if kept]
+    kept_fraction = min(ones, total - ones) / max(ones, total - ones)
+    keep = (worlds != common) | (generator.random(total) < kept_fraction)
+    return [run for run, is_kept in zip(runs, keep.tolist(), strict=True) if is_kept]
 
 
-def _in_turns(worlds: IntArray) -> bool:
-    """Whether the worlds change as often as coins would (Wald and Wolfowitz)."""
+def _is_interleaved(worlds: IntArray) -> bool:
+    """Return whether the worlds change as often as coins would (Wald and Wolfowitz)."""
     ones, total = int(worlds.sum()), len(worlds)
     zeros = total - ones
     if total < 10 or not ones or not zeros:
-        return True  # too few to say
+        return True  # too few to decide
     mean = 1.0 + 2.0 * ones * zeros / total
     spread = math.sqrt((mean - 1.0) * (mean - 2.0) / (total - 1.0))
     changes = 1 + int((worlds[1:] != worlds[:-1]).sum())

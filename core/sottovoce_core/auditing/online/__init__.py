@@ -1,1 +1,1 @@
-"""Online checks of a run while it goes on: e-processes that may be looked at every round, and canaries."""
+"""Online checks of a run while it goes on: e-processes that may be inspected every round, and canaries."""

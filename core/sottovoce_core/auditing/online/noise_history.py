@@ -1,16 +1,16 @@
-"""What is seen of a round, beside what was there before it: all that bets on noise may use.
+"""Observations of a round for bets on noise, and the earlier noise that they are compared with.
 
-Whatever a bet's stake depends on was known before the number that it bets on was: noise of the `LAGS` rounds before, what a
-learner had when it drew, and of the same round the noise of learners that come before it. The order is fixed.
+Everything that a bet's stake depends on was known before the number it bets on: noise of the `LAGS` earlier rounds, the
+learner's state when it drew, and of the same round the noise of preceding learners. The order is fixed.
 
-The table of keys has a constant size, and may be kept from run to run. A key is a number of noise, rounded so that a replay's
-slip hardly ever moves it. The numbers of a learner, message after message, are one stream, and the table keeps for a key which
-one came after it. If a key is heard again, up to its sign, what comes next should still be new: the table's guess is right with
-probability below `KEY_MATCH_PROBABILITY`.
+The table of keys has a constant size, and may be kept from run to run. A key is a noise number, rounded so that the rounding
+error of a replay hardly ever changes it. The numbers of a learner, message after message, are one stream, and the table stores
+for a key the one that followed it. If a key recurs, up to its sign, its successor should still be new: the table predicts it
+correctly with probability below `KEY_MATCH_PROBABILITY`.
 
-A sum is of noise at the same coordinate, of the last rounds or of the same one. Of all sums and differences of one number or
-two none is kept: a table has the numbers, and a number that is looked up is one of them if something in the table is what is
-left of it when another is taken off. So work grows with the numbers that are kept, not with their pairs.
+A sum is of noise at the same coordinate, of the last rounds or of the same one. Sums and differences of one or two numbers are
+not stored: the table stores the numbers, and a number is such a sum if the table contains the remainder after another number
+is subtracted or added. So work grows with the stored numbers, not with their pairs.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from sottovoce_core.noise import LATTICE_BITS
 # ---- keys ------------------------------------------------------------------------------------------------------------
 
 _WINDOW_BITS = 6
-"""A key is 64 lattice points wide: of equal numbers, one slip of a lattice point parts less than one in sixteen."""
+"""Logarithm of the width of a key, 64 lattice points: a slip of one point separates fewer than one in sixteen equal numbers."""
 
 KEY_MATCH_PROBABILITY = (2.0**_WINDOW_BITS + 1.0) * 2.0 ** -(LATTICE_BITS + 1)
-"""Of any given key, at most: so many points, each with a probability of at most half the finest spacing."""
+"""Maximum probability of any given key: the points of its window, each with at most half the finest spacing."""
 
 MAX_TABLE_KEYS = 2**20 - 3
-"""Keys in a table, at most: a prime number, so that keys of coarse noise are spread, too. 16 MiB, used as they come."""
+"""Maximum number of keys in a table: a prime, so that keys of coarse noise are spread, too. 16 MiB, allocated on use."""
 
 
-def _keys_of(values: FloatArray) -> IntArray:
-    """The keys of standard Laplace numbers."""
+def _compute_keys(values: FloatArray) -> IntArray:
+    """Compute the keys of standard Laplace numbers."""
     half = 1 << (_WINDOW_BITS - 1)
     keys: IntArray = (np.rint(values * 2.0**LATTICE_BITS).astype(np.int64) + half) >> _WINDOW_BITS
     return keys
@@ -47,13 +47,15 @@ def _keys_of(values: FloatArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class _KeyRepeats:
-    """How new the numbers of a round are, `(learners,)` each.
+    """Counts of repeated keys in a round, `(learners,)` each.
 
     Attributes:
-        known: numbers that were heard before, up to their sign, and were followed by another.
-        expected: how many of these are expected at most.
-        again: of those which followed, how many are as they were; by chance a share `KEY_MATCH_PROBABILITY` of `known`.
-        same_round_repeat_counts, same_round_followed_counts: the same for what another learner said in this very round. Who copied whom is not known.
+        repeat_counts: numbers that occurred before, up to their sign, and had a successor.
+        expected_counts: upper bound on the expected number of these.
+        followed_repeat_counts: repeats with the same successor as before; by chance a fraction `KEY_MATCH_PROBABILITY` of
+            `repeat_counts`.
+        same_round_repeat_counts, same_round_followed_counts: the same for numbers of another learner in this round. The
+            direction of copying is not known.
     """
 
     repeat_counts: IntArray
@@ -64,12 +66,12 @@ class _KeyRepeats:
 
 
 class KeyTable:
-    """Keys, and which key came next; a newer one pushes out what is in its slot.
+    """Hash table from keys to their successors; a newer key replaces an older one in its slot.
 
-    An empty slot holds 0 and 0: zero after zero is no noise, and is known from the start.
+    An empty slot holds 0 and 0: zero after zero is no noise, and counts as known from the start.
 
     Attributes:
-        kept: keys in the table, at most.
+        key_count: maximum number of keys in the table.
     """
 
     def __init__(self) -> None:
@@ -80,7 +82,7 @@ class KeyTable:
 
     @classmethod
     def from_table(cls, table: IntArray) -> KeyTable:
-        """Those of an earlier `table`."""
+        """Restore the keys of an earlier `table`."""
         keys = cls()
         keys._keys[table[0] % MAX_TABLE_KEYS], keys._next[table[0] % MAX_TABLE_KEYS] = table
         keys.key_count += table.shape[1]
@@ -88,86 +90,85 @@ class KeyTable:
 
     @property
     def table(self) -> IntArray:
-        """`(2, keys)`: every key but 0, and which came next. Whoever has them and the messages knows the learners' states."""
+        """`(2, keys)` every key but 0, and its successor. With these and the messages, the learners' states can be computed."""
         full = np.flatnonzero(self._keys)
         return np.stack([self._keys[full], self._next[full]])
 
     def begin_run(self) -> None:
-        """The table is kept; the streams of learners begin anew."""
+        """Keep the table and begin new streams of the learners."""
         self._last = {}
 
     def add_round(self, values: FloatArray, exact: BoolArray) -> _KeyRepeats:
-        """Take the numbers of a round.
+        """Add the numbers of a round.
 
         Args:
             values: `(learners, numbers)` standard Laplace numbers.
-            exact: which of them are known to a few lattice points; the others are left out.
+            exact: numbers known to a few lattice points; the others are excluded.
         """
         n = len(values)
-        before, after, owner = self._links(_keys_of(np.where(exact, values, 0.0)), exact)
-        slots = before % MAX_TABLE_KEYS
-        known = self._keys[slots] == before
-        again = known & (self._next[slots] == after)
-        chance = (
-            2.0 * KEY_MATCH_PROBABILITY * (self.key_count + len(slots))
-        )  # those of this round may be said twice, too
-        found = _KeyRepeats(
-            repeat_counts=np.bincount(owner[known], minlength=n),
-            expected_counts=np.bincount(owner, minlength=n).astype(np.float64) * chance,
-            followed_repeat_counts=np.bincount(owner[again], minlength=n),
+        keys, successors, owner = self._link_keys(_compute_keys(np.where(exact, values, 0.0)), exact)
+        slots = keys % MAX_TABLE_KEYS
+        is_known = self._keys[slots] == keys
+        is_followed = is_known & (self._next[slots] == successors)
+        probability = 2.0 * KEY_MATCH_PROBABILITY * (self.key_count + len(slots))  # keys of this round may repeat, too
+        repeats = _KeyRepeats(
+            repeat_counts=np.bincount(owner[is_known], minlength=n),
+            expected_counts=np.bincount(owner, minlength=n).astype(np.float64) * probability,
+            followed_repeat_counts=np.bincount(owner[is_followed], minlength=n),
             same_round_repeat_counts=np.zeros(n, dtype=np.int64),
             same_round_followed_counts=np.zeros(n, dtype=np.int64),
         )
-        for i, j, same in _twice(before[~known], after[~known], owner[~known]):
-            (found.repeat_counts if i == j else found.same_round_repeat_counts)[i] += 1
-            (found.followed_repeat_counts if i == j else found.same_round_followed_counts)[i] += same
-        self._keys[slots], self._next[slots] = before, after
+        for i, j, same in _find_same_round_repeats(keys[~is_known], successors[~is_known], owner[~is_known]):
+            (repeats.repeat_counts if i == j else repeats.same_round_repeat_counts)[i] += 1
+            (repeats.followed_repeat_counts if i == j else repeats.same_round_followed_counts)[i] += same
+        self._keys[slots], self._next[slots] = keys, successors
         self.key_count = min(self.key_count + len(slots), MAX_TABLE_KEYS)
-        return found
+        return repeats
 
-    def _links(self, keys: IntArray, exact: BoolArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Every key, the one after it, both with the first one's sign taken off, and whose they are; in order."""
-        before, after, owner = [], [], []
-        for i, (row, kept) in enumerate(zip(keys, exact, strict=True)):
-            own = row[kept]
+    def _link_keys(self, keys: IntArray, exact: BoolArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Return every key, its successor, both with the sign of the first removed, and their learner; in order."""
+        firsts, seconds, owner = [], [], []
+        for i, (row, is_exact) in enumerate(zip(keys, exact, strict=True)):
+            own = row[is_exact]
             if i in self._last:
                 own = np.concatenate([[self._last[i]], own])
             if len(own):
                 self._last[i] = int(own[-1])
-            before.append(own[:-1])
-            after.append(own[1:])
+            firsts.append(own[:-1])
+            seconds.append(own[1:])
             owner.append(np.full(max(len(own) - 1, 0), i))
-        first = np.concatenate(before)
+        first = np.concatenate(firsts)
         sign = np.where(first < 0, -1, 1)
-        return first * sign, np.concatenate(after) * sign, np.concatenate(owner)
+        return first * sign, np.concatenate(seconds) * sign, np.concatenate(owner)
 
 
-def _twice(before: IntArray, after: IntArray, owner: IntArray) -> Iterator[tuple[int, int, bool]]:
-    """Who said a key that was said in this round already, who had said it, and whether the same followed."""
-    if len(np.unique(before)) == len(before):
+def _find_same_round_repeats(keys: IntArray, successors: IntArray, owner: IntArray) -> Iterator[tuple[int, int, bool]]:
+    """Iterate over repeated keys of a round: the learner, the earlier learner, and whether the successor is the same."""
+    if len(np.unique(keys)) == len(keys):
         return
-    said: dict[int, tuple[int, int]] = {}
-    for key, following, i in zip(before.tolist(), after.tolist(), owner.tolist(), strict=True):
-        if key in said:
-            j, expected = said[key]
-            yield i, j, expected == following
-        said[key] = i, following
+    latest: dict[int, tuple[int, int]] = {}
+    for key, successor, i in zip(keys.tolist(), successors.tolist(), owner.tolist(), strict=True):
+        if key in latest:
+            j, expected = latest[key]
+            yield i, j, expected == successor
+        latest[key] = i, successor
 
 
 # ---- sums ------------------------------------------------------------------------------------------------------------
 
 _SLOTS_PER_NUMBER = 8
-"""Slots of the table for every number: one in sixteen finds its slot taken, and is not kept."""
+"""Number of slots of the table per number: one in sixteen numbers finds its slot occupied, and is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SumRepeats:
-    """Numbers of a round that are 0, or one or two others, added or taken off, `(learners,)` each.
+    """Counts of numbers of a round that are 0, or one or two others, added or subtracted, `(learners,)` each.
 
     Attributes:
-        before: numbers that are so by noise of earlier rounds alone.
-        expected: how many of these are expected at most.
-        now, expected_same_round_counts: the same of those that need noise of learners before them in this round. Who follows whom is not known.
+        earlier_counts: sums of noise of earlier rounds alone.
+        expected_counts: upper bound on the expected number of these.
+        same_round_counts, expected_same_round_counts: the same for sums that need noise of preceding learners in this round.
+            The direction of copying is not known.
     """
 
     earlier_counts: IntArray
@@ -177,25 +178,25 @@ class _SumRepeats:
 
 
 class _Sums:
-    """The noise of the last rounds, in one unit for all learners.
+    """Noise of the last rounds, in one unit for all learners.
 
     Args:
-        rounds: that are kept.
-        learners: how many are watched.
-        numbers: of all fields together.
+        rounds: number of rounds kept.
+        learners: number of watched learners.
+        numbers: numbers of all fields together.
     """
 
     def __init__(self, rounds: int, learners: int, numbers: int) -> None:
         self._learners = learners
-        self._kept = np.zeros((rounds * learners, numbers))  # the oldest first; 0 where none is known
+        self._kept = np.zeros((rounds * learners, numbers))  # oldest first; 0 where the noise is not known
 
-    def hear(self, values: FloatArray, scale: FloatArray, exact: BoolArray) -> _SumRepeats:
-        """Take the numbers of a round.
+    def add_round(self, values: FloatArray, scale: FloatArray, exact: BoolArray) -> _SumRepeats:
+        """Add the numbers of a round.
 
         Args:
             values: `(learners, numbers)` standard Laplace numbers.
-            scale: the same, of the noise.
-            exact: the same: which are known to a few lattice points; the others are left out.
+            scale: `(learners, numbers)` noise scale.
+            exact: `(learners, numbers)` whether a number is known to a few lattice points; the others are excluded.
         """
         noise = np.where(exact, values * scale, 0.0)
         unit = np.max(scale, axis=0, where=exact, initial=0.0)
@@ -203,87 +204,88 @@ class _Sums:
         blank = np.zeros((1, noise.shape[1]))
         table = _Table(np.concatenate([blank, self._kept, noise]) / unit)
         first = 1 + len(self._kept)
-        found = np.array([table.summed(first + i, first) for i in range(self._learners)]) & exact[:, None]
+        is_sum = np.array([table.find_sums(first + i, first) for i in range(self._learners)]) & exact[:, None]
         earlier = np.count_nonzero(self._kept, axis=0)
-        others: IntArray = np.cumsum(exact, axis=0) - exact
-        chance = np.where(exact, KEY_MATCH_PROBABILITY * unit / scale, 0.0)
+        preceding: IntArray = np.cumsum(exact, axis=0) - exact
+        probability = np.where(exact, KEY_MATCH_PROBABILITY * unit / scale, 0.0)
         self._kept = np.concatenate([self._kept, noise])[self._learners :]
         return _SumRepeats(
-            earlier_counts=np.count_nonzero(found[:, 0], axis=1),
-            expected_counts=(chance * (1 + 2 * earlier) ** 2).sum(axis=1),
-            same_round_counts=np.count_nonzero(found[:, 1], axis=1),
-            expected_same_round_counts=(chance * 2 * others * (1 + 2 * (earlier + others))).sum(axis=1),
+            earlier_counts=np.count_nonzero(is_sum[:, 0], axis=1),
+            expected_counts=(probability * (1 + 2 * earlier) ** 2).sum(axis=1),
+            same_round_counts=np.count_nonzero(is_sum[:, 1], axis=1),
+            expected_same_round_counts=(probability * 2 * preceding * (1 + 2 * (earlier + preceding))).sum(axis=1),
         )
 
 
 class _Table:
-    """Where a number stands, if it stands anywhere, up to its sign; of every coordinate by itself.
+    """Hash table of numbers up to their sign, for each coordinate separately.
 
     Args:
-        values: `(rows, numbers)`, the first known first, which keeps its slot.
+        values: `(rows, numbers)`, earliest first; the earliest number keeps its slot.
     """
 
     def __init__(self, values: FloatArray) -> None:
-        self._values, self._keys = values, _keys_of(np.abs(values))
+        self._values, self._keys = values, _compute_keys(np.abs(values))
         self._columns = np.arange(values.shape[1])
         self._slots = _SLOTS_PER_NUMBER * len(values) + 1
         self._rows = np.zeros((self._slots, values.shape[1]), dtype=np.int64)
-        for row, slots in reversed([*enumerate(self._keys % self._slots)]):  # what is written last stays
+        for row, slots in reversed([*enumerate(self._keys % self._slots)]):  # the last write wins
             self._rows[slots, self._columns] = row
 
-    def summed(self, row: int, first: int) -> BoolArray:
-        """`(2, numbers)` of a row: whether a number is a sum of rows before `first`, and if not, of rows before its own."""
-        one = self._values[:row]
-        rest = _keys_of(np.abs(np.stack([self._values[row] - one, self._values[row] + one])))
-        other = self._rows[rest % self._slots, self._columns]
+    def find_sums(self, row: int, first: int) -> BoolArray:
+        """Return `(2, numbers)` whether each number of a row is a sum of rows before `first`, or else of rows before its own."""
+        earlier = self._values[:row]
+        remainder = _compute_keys(np.abs(np.stack([self._values[row] - earlier, self._values[row] + earlier])))
+        other = self._rows[remainder % self._slots, self._columns]
         newer = np.maximum(other, np.arange(row)[:, None])
-        found = (self._keys[other, self._columns] == rest) & (newer < row)
-        before = (found & (newer < first)).any(axis=(0, 1))
-        return np.stack([before, found.any(axis=(0, 1)) & ~before])
+        found = (self._keys[other, self._columns] == remainder) & (newer < row)
+        by_earlier = (found & (newer < first)).any(axis=(0, 1))
+        return np.stack([by_earlier, found.any(axis=(0, 1)) & ~by_earlier])
 
 
 # ---- rounds ----------------------------------------------------------------------------------------------------------
 
 LAGS = 8
-"""Rounds before that noise is compared with."""
+"""Number of earlier rounds whose noise is compared."""
 
 _MAX_LAG_ROUNDS = 64
-"""Rounds before whose noise signs are compared with, at the same coordinate alone."""
+"""Number of earlier rounds whose noise signs are compared with, at the same coordinate only."""
 
 SHIFTS = (-1, 0, 1)
-"""Coordinates beside a number that it is compared with."""
+"""Offsets of the coordinates with which a number is compared."""
 
 _PAST = ("constant", "centre", "decision", "gradient", "record", "record with its label")
-"""What a learner had before it drew: as in `Residuals.past`; the constant is for signs that are not fair."""
+"""Quantities of a learner's state before it drew: as in `Residuals.past`; the constant detects unfair signs."""
 
 EQUALITY_TOLERANCE = 2.0**-36
-"""Numbers closer than this, in scales, count as equal: 16 lattice points, more than a replay rounds off.
+"""Distance, in scales, below which numbers count as equal: 16 lattice points, more than the rounding error of a replay.
 
-A standard Laplace number is so close to any given number with at most this probability."""
+A standard Laplace number is this close to any given number with at most this probability.
+"""
 
 _MAX_EXACT_RESOLUTION = 2.0**-38
-"""Resolution of float64, in scales, up to which numbers may be compared."""
+"""Maximum resolution of float64, in scales, at which numbers may be compared."""
 
 _MAX_KNOWN_RESOLUTION = 2.0**-12
-"""Resolution, in scales, beyond which nothing is said of a number."""
+"""Maximum resolution, in scales, at which a number counts as known."""
 
 _MAX_RELATIVE_PAST = 5.0
-"""No value of the past counts for more than so many times its root mean square."""
+"""Maximum of a value of the past in units of its root mean square; larger ones are clipped."""
 
 
 class RoundNoise:
-    """The noise that all watched learners said in a round, fields side by side.
+    """Noise of all watched learners in a round, fields concatenated.
 
     Args:
-        learners: how many are watched.
-        numbers: of all fields together.
+        learners: number of watched learners.
+        numbers: numbers of all fields together.
 
     Attributes:
-        values: `(learners, numbers)` standard Laplace numbers; NaN where none is known.
-        steps, said, lost: the same, as in `Residuals`.
-        scale: the same, of the noise.
-        resolution: the same: what float64 tells apart, in scales.
-        past: `(learners, len(_PAST), numbers)`; 0 where nothing is known.
+        values: `(learners, numbers)` standard Laplace numbers; NaN where not known.
+        steps, message_steps, lost_bits: `(learners, numbers)` as in `Residuals`.
+        scale: `(learners, numbers)` noise scale.
+        resolution: `(learners, numbers)` resolution of float64, in scales.
+        past: `(learners, len(_PAST), numbers)`; 0 where not known.
     """
 
     def __init__(self, learners: int, numbers: int) -> None:
@@ -296,19 +298,19 @@ class RoundNoise:
         self.resolution: FloatArray = np.zeros(shape)
         self.past: FloatArray = np.zeros((learners, len(_PAST), numbers))
 
-    def put(self, row: int, start: int, noise: Residuals, message: FloatArray, past: Mapping[str, FloatArray]) -> None:
-        """The noise of one field, `(1, 1, dim)`, of a learner's message; numbers from `start` on are this field's."""
+    def store(
+        self, row: int, start: int, noise: Residuals, message: FloatArray, past: Mapping[str, FloatArray]
+    ) -> None:
+        """Store the noise of one field, `(1, 1, dim)`, of a learner's message, in the numbers from `start` on."""
         width = noise.values.shape[-1]
-        at = row, slice(start, start + width)
+        place = row, slice(start, start + width)
         scale, centre = float(noise.scale[0]), noise.past["centre"][0, 0]
-        self.resolution[at] = np.spacing(np.maximum(np.abs(message[0, 0]), np.abs(centre))) / scale
-        self.values[at] = np.where(self.resolution[at] < _MAX_KNOWN_RESOLUTION, noise.values[0, 0], np.nan)
-        self.steps[at], self.message_steps[at], self.lost_bits[at] = (
-            noise.steps[0, 0],
-            noise.message_steps[0, 0],
-            noise.lost_bits[0, 0],
-        )
-        self.scale[at] = scale
+        self.resolution[place] = np.spacing(np.maximum(np.abs(message[0, 0]), np.abs(centre))) / scale
+        self.values[place] = np.where(self.resolution[place] < _MAX_KNOWN_RESOLUTION, noise.values[0, 0], np.nan)
+        self.steps[place] = noise.steps[0, 0]
+        self.message_steps[place] = noise.message_steps[0, 0]
+        self.lost_bits[place] = noise.lost_bits[0, 0]
+        self.scale[place] = scale
         self.past[row, 0, start : start + width] = 1.0
         for k, name in enumerate(_PAST[1:], 1):
             value = centre if name == "centre" else past[name][0, 0] if name in past else None
@@ -318,27 +320,30 @@ class RoundNoise:
 
 @dataclass(frozen=True, slots=True)
 class RoundObservation:
-    """A round; arrays `(learners, numbers)`, 0 where no noise is known.
+    """Observation of a round; arrays `(learners, numbers)`, 0 where no noise is known.
 
     Attributes:
-        known: 1.0 where noise is known.
+        known_mask: 1.0 where noise is known.
         tail: `exp(-|r|)`; 1 where unknown.
         sizes: |r|.
         signs: -1.0, 0.0 or 1.0.
-        normal: normal scores of the numbers.
-        steps, said, lost: as in `Residuals`.
-        past: `(4, learners, len(_PAST), numbers)`, about 1 in size, and how much above 1, each with its squares.
-        now: `(4, learners, numbers)` what is bet on: signs and that they are known, sizes without their mean and the same.
-        beside: `(4, shifts * learners, numbers)` noise of all learners, shifted to all sides: normal scores and their squares,
-            sizes evenly spread in [-1, 1] (`1 - 2 exp(-|r|)`) and theirs.
-        before: `(4, LAGS * shifts * learners, numbers)` the same of the rounds before, which stand where they were written.
-        order: `(LAGS,)` where the last round stands, the one before it, and so on.
-        far: `((FARTHEST_LAG - LAGS) * learners, numbers)` normal scores of the rounds before those, the last one first.
-        twice: `(learners,)` numbers that are 0, or as at one of `LAGS` rounds before in the same coordinate, up to the sign.
-        cancelled: `(learners,)` numbers that are minus the noise of all learners before it in this round, together.
-        exact: `(learners,)` numbers that could have been found so.
-        heard: which numbers were heard before.
-        summed: which are sums or differences of others, of as many rounds.
+        normal_scores: normal scores of the numbers.
+        steps, message_steps, lost_bits: as in `Residuals`.
+        past: `(4, learners, len(_PAST), numbers)` past values scaled to about 1, and their excess above 1, each with its
+            squares.
+        bet_targets: `(4, learners, numbers)` signs and their squares, sizes minus their mean and the known mask.
+        same_round_noise: `(4, shifts * learners, numbers)` noise of all learners at all shifts: normal scores and their
+            squares, sizes uniform in [-1, 1] (`1 - 2 exp(-|r|)`) and their squares.
+        earlier_noise: `(4, LAGS * shifts * learners, numbers)` the same for earlier rounds, in the slots where they were
+            written.
+        lag_slots: `(LAGS,)` slots of the earlier rounds, latest first.
+        far_noise: `((_MAX_LAG_ROUNDS - LAGS) * learners, numbers)` normal scores of the rounds before those, latest first.
+        repeat_counts: `(learners,)` numbers that are 0, or equal up to the sign to one of the `LAGS` earlier rounds at the
+            same coordinate.
+        cancelled_counts: `(learners,)` numbers that are minus the sum of the noise of all preceding learners in this round.
+        exact_counts: `(learners,)` numbers precise enough to be counted in the two above.
+        key_repeats: repeats of numbers by their keys.
+        sum_repeats: numbers that are sums or differences of others, over `LAGS` rounds.
     """
 
     known_mask: FloatArray
@@ -362,35 +367,35 @@ class RoundObservation:
     sum_repeats: _SumRepeats
 
 
-def _shifted(values: FloatArray) -> FloatArray:
-    """`(learners, numbers)` by all `SHIFTS`, one after another: `(shifts * learners, numbers)`."""
+def _stack_shifts(values: FloatArray) -> FloatArray:
+    """Shift `(learners, numbers)` by all `SHIFTS`, and concatenate: `(shifts * learners, numbers)`."""
     return np.concatenate([np.roll(values, shift, axis=-1) for shift in SHIFTS], axis=-2)
 
 
 def _with_squares(first: FloatArray, second: FloatArray) -> FloatArray:
-    """Two arrays, each before its squares: `(4, ...)`."""
+    """Stack two arrays, each followed by its squares: `(4, ...)`."""
     return np.stack([first, first**2, second, second**2])
 
 
 @dataclass(slots=True)
 class NoiseHistory:
-    """What is kept of the rounds before: as much after many rounds as after few.
+    """Noise of earlier rounds, in constant memory.
 
     Args:
-        learners: how many are watched.
-        numbers: of all fields together.
-        keys: those of the runs before.
+        learners: number of watched learners.
+        numbers: numbers of all fields together.
+        key_table: keys of earlier runs.
     """
 
     learners: int
     numbers: int
     key_table: KeyTable
-    _at: int = 0
+    _slot: int = 0
     _rounds: int = 0
     _last: RoundObservation | None = None
     _values: FloatArray = field(init=False)
-    _before: FloatArray = field(init=False)
-    _order: IntArray = field(init=False)
+    _earlier: FloatArray = field(init=False)
+    _lag_slots: IntArray = field(init=False)
     _squares: FloatArray = field(init=False)
     _sums: _Sums = field(init=False)
     _far: FloatArray = field(init=False)
@@ -398,67 +403,73 @@ class NoiseHistory:
     def __post_init__(self) -> None:
         rows = LAGS * len(SHIFTS) * self.learners
         self._values = np.full((LAGS, self.learners, self.numbers), np.inf)
-        self._before = np.zeros((4, rows, self.numbers))
-        self._order = np.arange(LAGS)[::-1].copy()
+        self._earlier = np.zeros((4, rows, self.numbers))
+        self._lag_slots = np.arange(LAGS)[::-1].copy()
         self._squares = np.zeros((self.learners, len(_PAST), 1))
         self._far = np.zeros((_MAX_LAG_ROUNDS * self.learners, self.numbers))
         self._sums = _Sums(LAGS, self.learners, self.numbers)
         self.key_table.begin_run()
 
-    def see(self, said: RoundNoise) -> RoundObservation:
-        """What there is to see of the next round, until the one after it (`before` and `far` are the memory itself)."""
-        self._keep_last()
-        known = np.isfinite(said.values)
-        values = np.where(known, said.values, 0.0)
+    def observe(self, noise: RoundNoise) -> RoundObservation:
+        """Return the observation of the next round, valid until the one after it.
+
+        `earlier_noise` and `far_noise` are views of this memory.
+        """
+        self._store_last_round()
+        known = np.isfinite(noise.values)
+        values = np.where(known, noise.values, 0.0)
         sizes, signs = np.abs(values), np.sign(values)
         tail = np.exp(-sizes)
-        normal, past = np.minimum(-special.ndtri(0.5 * tail), MAX_NORMAL_SCORE) * signs, self._even_past(said.past)
-        exact = known & (said.resolution < _MAX_EXACT_RESOLUTION)
-        self._last = seen = RoundObservation(
+        normal_scores = np.minimum(-special.ndtri(0.5 * tail), MAX_NORMAL_SCORE) * signs
+        past = self._normalize_past(noise.past)
+        exact = known & (noise.resolution < _MAX_EXACT_RESOLUTION)
+        self._last = observation = RoundObservation(
             known_mask=known.astype(np.float64),
             tail=tail,
             sizes=sizes,
             signs=signs,
-            normal_scores=normal,
-            steps=said.steps,
-            message_steps=said.message_steps,
-            lost_bits=said.lost_bits,
+            normal_scores=normal_scores,
+            steps=noise.steps,
+            message_steps=noise.message_steps,
+            lost_bits=noise.lost_bits,
             past=_with_squares(past, np.clip(np.abs(past) - 1.0, -1.0, 1.0)),
             bet_targets=np.stack([signs, np.abs(signs), sizes - known, known]),
-            same_round_noise=_with_squares(_shifted(normal), _shifted(np.where(known, 1.0 - 2.0 * tail, 0.0))),
-            earlier_noise=self._before,
-            lag_slots=self._order,
+            same_round_noise=_with_squares(
+                _stack_shifts(normal_scores), _stack_shifts(np.where(known, 1.0 - 2.0 * tail, 0.0))
+            ),
+            earlier_noise=self._earlier,
+            lag_slots=self._lag_slots,
             far_noise=self._far[LAGS * self.learners :],
-            repeat_counts=np.count_nonzero(exact & self._twice(said.values), axis=1),
-            cancelled_counts=np.count_nonzero(exact & _cancelled(said, exact), axis=1),
+            repeat_counts=np.count_nonzero(exact & self._is_repeated(noise.values), axis=1),
+            cancelled_counts=np.count_nonzero(exact & _is_cancelled(noise, exact), axis=1),
             exact_counts=np.count_nonzero(exact, axis=1),
             key_repeats=self.key_table.add_round(values, exact),
-            sum_repeats=self._sums.hear(values, said.scale, exact),
+            sum_repeats=self._sums.add_round(values, noise.scale, exact),
         )
-        return seen
+        return observation
 
-    def _keep_last(self) -> None:
-        """The round before is over."""
+    def _store_last_round(self) -> None:
+        """Store the last observed round as earlier noise."""
         if self._last is None:
             return
-        seen = self._last
-        self._values[self._at] = np.where(seen.known_mask > 0.0, seen.signs * seen.sizes, np.inf)
+        observation = self._last
+        self._values[self._slot] = np.where(observation.known_mask > 0.0, observation.signs * observation.sizes, np.inf)
         rows = len(SHIFTS) * self.learners
-        here = slice(self._at * rows, (self._at + 1) * rows)
-        self._before[:, here] = seen.same_round_noise
-        self._order[:] = np.roll(self._order, 1)
-        self._order[0] = self._at
-        self._at = (self._at + 1) % LAGS
+        slot_rows = slice(self._slot * rows, (self._slot + 1) * rows)
+        self._earlier[:, slot_rows] = observation.same_round_noise
+        self._lag_slots[:] = np.roll(self._lag_slots, 1)
+        self._lag_slots[0] = self._slot
+        self._slot = (self._slot + 1) % LAGS
         self._far[self.learners :] = self._far[: -self.learners]
-        self._far[: self.learners] = seen.normal_scores
+        self._far[: self.learners] = observation.normal_scores
 
-    def _twice(self, values: FloatArray) -> BoolArray:
+    def _is_repeated(self, values: FloatArray) -> BoolArray:
         nearest = np.minimum(np.abs(self._values - values), np.abs(self._values + values)).min(axis=0, initial=np.inf)
         twice: BoolArray = np.minimum(nearest, np.abs(values)) < EQUALITY_TOLERANCE
         return twice
 
-    def _even_past(self, past: FloatArray) -> FloatArray:
-        """Divided by its root mean square so far, this round's counted, which was known before the noise."""
+    def _normalize_past(self, past: FloatArray) -> FloatArray:
+        """Divide by the root mean square so far, including this round, which was known before the noise."""
         self._squares += np.mean(past**2, axis=-1, keepdims=True)
         self._rounds += 1
         size = np.sqrt(self._squares / self._rounds)
@@ -467,9 +478,9 @@ class NoiseHistory:
         )
 
 
-def _cancelled(said: RoundNoise, exact: BoolArray) -> BoolArray:
-    """Where the noise of a learner and of all before it adds up to nothing; scales may differ."""
-    total = np.cumsum(np.where(exact, said.values * said.scale, 0.0), axis=0)
-    cancelled: BoolArray = np.abs(total) < EQUALITY_TOLERANCE * said.scale
+def _is_cancelled(noise: RoundNoise, exact: BoolArray) -> BoolArray:
+    """Return where the noise of a learner and of all preceding ones adds to zero; scales may differ."""
+    total = np.cumsum(np.where(exact, noise.values * noise.scale, 0.0), axis=0)
+    cancelled: BoolArray = np.abs(total) < EQUALITY_TOLERANCE * noise.scale
     cancelled[0] = False
     return cancelled
