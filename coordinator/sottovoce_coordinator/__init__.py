@@ -1,1 +1,1 @@
-"""The coordinator: distributes the topology and the round clock; never in the data path."""
+"""Coordinator: distributes the topology and the round clock; it is never in the data path."""

@@ -1,4 +1,4 @@
-"""Captures of runs, as a coordinator asks an eavesdropper for them: opened, kept open, closed."""
+"""Client of the eavesdropper: opens, monitors and closes the captures of a coordinator's runs."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ log = structlog.get_logger()
 _OPEN_TIMEOUT_S = 10.0
 _RESUME_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 60.0
-"""For an eavesdropper to close a capture: it waits for what is on its way, and writes what it holds."""
+"""Time for an eavesdropper to close a capture: it waits for messages on their way, and writes what is in memory."""
 EQUIVOCATION_TEXT = "a round was sent with two contents, whose difference no noise hides"
 _CHECK_INTERVAL_S = 2.0
-"""How often an eavesdropper is asked whether it still captures a run."""
+"""Interval between checks that the eavesdropper still captures a run."""
 
 
 Routes = Sequence[tuple[int, int, str]]
-"""Caller, callee, and where the callee is."""
+"""Caller, callee, and address of the callee."""
 
 
 class CaptureClient:
-    """What one eavesdropper captures.
+    """Client of one eavesdropper.
 
     Args:
-        address: the eavesdropper's; None: there is none.
-        tasks: of the coordinator: nobody waits for a capture to be closed.
-        credentials: of the coordinator.
+        address: address of the eavesdropper; None: there is none.
+        tasks: tasks of the coordinator, in which captures are closed without delaying a caller.
+        credentials: credentials of the coordinator.
     """
 
     def __init__(self, address: str | None, tasks: Tasks, credentials: Credentials = NO_IDENTITY) -> None:
         self.address, self._tasks, self._credentials = address, tasks, credentials
 
-    async def _ask(self, call: str, request: Message, patience_s: float) -> Any:
-        """An answer of the eavesdropper.
+    async def _call(self, method: str, request: Message, timeout_s: float) -> Any:
+        """Call the eavesdropper.
 
         Args:
-            call: the method's name.
-            request: to it.
-            patience_s: for the answer.
+            method: name of the method.
+            request: request message.
+            timeout_s: time limit.
 
         Raises:
             FailedPrecondition: there is no eavesdropper.
@@ -66,47 +66,49 @@ class CaptureClient:
         """
         if self.address is None:
             raise FailedPrecondition("this coordinator was given no eavesdropper (--eavesdropper)")
-        async with open_channel(self.address, Role.EAVESDROPPER, credentials=self._credentials) as to:
+        async with open_channel(self.address, Role.EAVESDROPPER, credentials=self._credentials) as channel:
             try:
-                return await getattr(eavesdropper_pb2_grpc.EavesdropperStub(to), call)(request, timeout=patience_s)
+                return await getattr(eavesdropper_pb2_grpc.EavesdropperStub(channel), method)(
+                    request, timeout=timeout_s
+                )
             except grpc.aio.AioRpcError as error:
                 raise convert_status_error(error, f"the eavesdropper at {self.address}") from None
 
-    async def open_capture(self, book: RunStateMachine, request: coordinator_pb2.StartRunRequest) -> CaptureBinding:
-        """Have a run captured, if its spec says so.
+    async def open_capture(self, machine: RunStateMachine, request: coordinator_pb2.StartRunRequest) -> CaptureBinding:
+        """Open a capture of a run, if its spec requires one.
 
         Raises:
             FailedPrecondition: there is no eavesdropper.
             SottovoceError: it cannot be reached, or refuses.
         """
-        capture = book.run.spec.capture
+        capture = machine.run.spec.capture
         if capture == "none":
             return CaptureBinding()
         if self.address is None:
             raise FailedPrecondition(
                 f"capture: {capture} needs an eavesdropper; this coordinator was given none (--eavesdropper)"
             )
-        edges = book.list_routes() if book.run.spec.is_proxied else []
+        edges = machine.list_routes() if machine.run.spec.is_proxied else []
         opening = eavesdropper_pb2.OpenCaptureRequest(
-            run_id=book.run_id,
-            spec=spec_to_wire(book.run.spec),
+            run_id=machine.run_id,
+            spec=spec_to_wire(machine.run.spec),
             routes=_to_wire(edges),
             n_features=request.n_features,
-            fields=to_fields(book.run.field_shapes),
+            fields=to_fields(machine.run.field_shapes),
             world=request.world if request.HasField("world") else None,
             replica=request.replica if request.HasField("replica") else None,
         )
-        return _overhearing(await self._ask("OpenCapture", opening, _OPEN_TIMEOUT_S), edges)
+        return _build_binding(await self._call("OpenCapture", opening, _OPEN_TIMEOUT_S), edges)
 
     async def list_sent_rounds(
         self, run_id: str = "", learners: Sequence[str] = (), timeout_s: float = _RESUME_TIMEOUT_S
     ) -> Sequence[eavesdropper_pb2.SentRounds]:
-        """How far learners were in captured runs; nothing where there is no eavesdropper.
+        """Return how far learners were in captured runs; empty if there is no eavesdropper.
 
         Args:
-            run_id: of this run alone; empty: of every run.
-            learners: of these alone; empty: of all.
-            patience_s: for the answer.
+            run_id: this run only; empty: every run.
+            learners: these learners only; empty: all.
+            timeout_s: time limit.
 
         Raises:
             SottovoceError: the eavesdropper does not answer.
@@ -114,144 +116,144 @@ class CaptureClient:
         if self.address is None:
             return ()
         request = eavesdropper_pb2.ListSentRoundsRequest(run_id=run_id, learners=learners)
-        answer: eavesdropper_pb2.ListSentRoundsResponse = await self._ask("ListSentRounds", request, timeout_s)
+        answer: eavesdropper_pb2.ListSentRoundsResponse = await self._call("ListSentRounds", request, timeout_s)
         return answer.sent_rounds
 
-    async def recover_capture(self, book: RunStateMachine) -> tuple[CaptureBinding, str]:
-        """What is still captured of a run whose coordinator lost its state; and why nothing is, where something should be."""
-        capture = book.run.spec.capture
+    async def recover_capture(self, machine: RunStateMachine) -> tuple[CaptureBinding, str]:
+        """Resume the capture of a run whose coordinator lost its state; return it, or why nothing is captured any more."""
+        capture = machine.run.spec.capture
         if capture == "none":
             return CaptureBinding(), ""
-        edges = book.list_routes() if book.run.spec.is_proxied else []
+        edges = machine.list_routes() if machine.run.spec.is_proxied else []
         try:
-            return _overhearing(await self._asked(book.run_id, edges, patience_s=_RESUME_TIMEOUT_S), edges), ""
+            return _build_binding(await self._resume(machine.run_id, edges, timeout_s=_RESUME_TIMEOUT_S), edges), ""
         except SottovoceError as error:
-            return CaptureBinding(), _nothing(book.run_id, error)
+            return CaptureBinding(), _describe_loss(machine.run_id, error)
 
-    async def restore_sent_rounds(self, book: RunStateMachine) -> None:
-        """Have a run that goes on know all that was captured of it: its coordinator's state may be an old one, too."""
-        if not book.capture_binding.capture_id:
+    async def restore_sent_rounds(self, machine: RunStateMachine) -> None:
+        """Restore from the capture how far learners were: the coordinator's own state may be outdated, too."""
+        if not machine.capture_binding.capture_id:
             return
         try:
-            sent = await self.list_sent_rounds(book.run_id, timeout_s=_OPEN_TIMEOUT_S)
+            sent = await self.list_sent_rounds(machine.run_id, timeout_s=_OPEN_TIMEOUT_S)
         except SottovoceError as error:
-            log.warning("the capture does not say how far learners were", run_id=book.run_id, reason=str(error))
+            log.warning("the capture does not report how far learners were", run_id=machine.run_id, reason=str(error))
             return
         for each in sent:
-            book.restore_sent_rounds(each)
+            machine.restore_sent_rounds(each)
 
-    async def resume_capture(self, kept: StoredRun) -> str:
-        """Go on with the capture of a run that failed; why that cannot be. Empty: it can, or there is none."""
-        if not kept.capture_binding.capture_id:
+    async def resume_capture(self, stored: StoredRun) -> str:
+        """Resume the capture of a failed run; return why that is not possible, empty if it is, or there is none."""
+        if not stored.capture_binding.capture_id:
             return ""
         try:
-            await self._asked(kept.run_id, patience_s=_RESUME_TIMEOUT_S)
+            await self._resume(stored.run_id, timeout_s=_RESUME_TIMEOUT_S)
         except SottovoceError as error:
-            return _nothing(kept.run_id, error)
+            return _describe_loss(stored.run_id, error)
         return ""
 
-    async def reconfigure(self, book: RunStateMachine, run: Run) -> None:
-        """Have the eavesdropper write down that learners leave or join; one that is away is told when it is back."""
-        if book.capture_binding.capture_id:
+    async def reconfigure(self, machine: RunStateMachine, run: Run) -> None:
+        """Send the changed spec to the eavesdropper; a disconnected one gets it when it is back."""
+        if machine.capture_binding.capture_id:
             with contextlib.suppress(SottovoceError):
-                await self._asked(book.run_id, spec=spec_to_wire(run.spec))
+                await self._resume(machine.run_id, spec=spec_to_wire(run.spec))
 
-    async def _asked(
-        self, run_id: str, routes: Routes = (), spec: str = "", patience_s: float = _OPEN_TIMEOUT_S
+    async def _resume(
+        self, run_id: str, routes: Routes = (), spec: str = "", timeout_s: float = _OPEN_TIMEOUT_S
     ) -> eavesdropper_pb2.OpenCaptureResponse:
-        """Have the eavesdropper go on with the capture of a run, if it does not.
+        """Ask the eavesdropper to continue the capture of a run; nothing changes if it already does.
 
         Args:
             run_id: the run.
-            routes: where relays lead to from now on, where that has changed.
-            spec: of the run from now on, where that has changed.
-            patience_s: for the answer. One that was started again reads what it has first; it goes on with that, whoever waits.
+            routes: new routes of the relays, if they have changed.
+            spec: new spec of the run, if it has changed.
+            timeout_s: time limit. A restarted eavesdropper first reads the capture, and continues that after the limit.
 
         Raises:
             FailedPrecondition: there is no eavesdropper.
             SottovoceError: it cannot be reached, or the capture is closed.
         """
         request = eavesdropper_pb2.OpenCaptureRequest(run_id=run_id, resume=True, routes=_to_wire(routes), spec=spec)
-        opened: eavesdropper_pb2.OpenCaptureResponse = await self._ask("OpenCapture", request, patience_s)
-        return opened
+        response: eavesdropper_pb2.OpenCaptureResponse = await self._call("OpenCapture", request, timeout_s)
+        return response
 
-    def monitor_capture(self, course: ManagedRun, fail: Callable[[str], None]) -> None:
-        """An eavesdropper that was started again takes up the capture when it is asked: its relays are the way of messages.
+    def monitor_capture(self, managed: ManagedRun, fail: Callable[[str], None]) -> None:
+        """Monitor a capture: a restarted eavesdropper resumes it when asked, and the run's messages pass through its relays.
 
         Args:
-            course: of the run.
-            fail: told why the run cannot go on, where its spec says so of a gap.
+            managed: the run.
+            fail: called with the reason if the run cannot go on, because of a gap or an equivocation.
         """
-        if course.machine.capture_binding.capture_id and not course.capture_loss_reason and self.address is not None:
-            self._tasks.start(self._keep(course, fail), "a capture is not looked after")
+        if managed.machine.capture_binding.capture_id and not managed.capture_loss_reason and self.address is not None:
+            self._tasks.start(self._monitor(managed, fail), "a capture is not monitored")
 
-    async def _keep(self, course: ManagedRun, fail: Callable[[str], None]) -> None:
-        led, known = tuple[str, ...](), course.machine.run
-        while not course.machine.has_ended:
+    async def _monitor(self, managed: ManagedRun, fail: Callable[[str], None]) -> None:
+        sent_addresses, sent_run = tuple[str, ...](), managed.machine.run
+        while not managed.machine.has_ended:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CHECK_INTERVAL_S):
-                    await course.end_event.wait()
+                    await managed.end_event.wait()
                 return
             try:
-                book, now = course.machine, course.machine.addresses
-                moved = bool(book.capture_binding.relay_addresses) and now != led
-                run, amended = book.run, spec_to_wire(book.run.spec) if book.run is not known else ""
-                opened = await self._asked(book.run_id, book.list_routes() if moved else (), amended)
-                led, known = now, run
-                self._is_heard(course, "")
-                if opened.contradiction:
-                    fail(f"{EQUIVOCATION_TEXT}: {opened.contradiction}. Was the state folder of a learner set back?")
-                elif why := _whole(course.machine, opened.gaps):
+                machine, addresses = managed.machine, managed.machine.addresses
+                has_moved = bool(machine.capture_binding.relay_addresses) and addresses != sent_addresses
+                run, spec = machine.run, spec_to_wire(machine.run.spec) if machine.run is not sent_run else ""
+                response = await self._resume(machine.run_id, machine.list_routes() if has_moved else (), spec)
+                sent_addresses, sent_run = addresses, run
+                self._update_outage(managed, "")
+                if response.contradiction:
+                    fail(f"{EQUIVOCATION_TEXT}: {response.contradiction}. Was the state folder of a learner set back?")
+                elif why := _describe_gaps(managed.machine, response.gaps):
                     fail(why)
             except SottovoceError as error:
-                self._is_heard(course, f"nothing is captured now: {error}")
+                self._update_outage(managed, f"nothing is captured now: {error}")
 
-    def _is_heard(self, course: ManagedRun, why_not: str) -> None:
-        """An eavesdropper that goes, or is back, is told once, and whoever watches the run sees it at once."""
-        if bool(why_not) != bool(course.capture_outage_reason):
-            course.capture_outage_reason = why_not
-            course.notify_watchers()
-            if why_not:
-                log.warning("nothing is captured", run_id=course.machine.run_id, reason=why_not)
+    def _update_outage(self, managed: ManagedRun, reason: str) -> None:
+        """Record the start or end of an outage; watchers of the run are notified at once."""
+        if bool(reason) != bool(managed.capture_outage_reason):
+            managed.capture_outage_reason = reason
+            managed.notify_watchers()
+            if reason:
+                log.warning("nothing is captured", run_id=managed.machine.run_id, reason=reason)
             else:
-                log.info("captured again", run_id=course.machine.run_id)
+                log.info("captured again", run_id=managed.machine.run_id)
 
-    def close_capture(self, book: RunStateMachine) -> asyncio.Task[str] | None:
-        """End a run's capture; why it could not be written to its end, as the eavesdropper says. None: there is none."""
-        if not book.capture_binding.capture_id or self.address is None:
+    def close_capture(self, machine: RunStateMachine) -> asyncio.Task[str] | None:
+        """Close a run's capture in a task; its result is the eavesdropper's error, or empty. None if there is no capture."""
+        if not machine.capture_binding.capture_id or self.address is None:
             return None
-        return self._tasks.start(self._close(book), "a capture is not closed")
+        return self._tasks.start(self._close(machine), "a capture is not closed")
 
-    async def _close(self, book: RunStateMachine) -> str:
-        if book.run.spec.absences:  # learners may have left or joined while it was away
-            await self.reconfigure(book, book.run)
-        request = eavesdropper_pb2.CloseCaptureRequest(capture_id=book.capture_binding.capture_id)
+    async def _close(self, machine: RunStateMachine) -> str:
+        if machine.run.spec.absences:  # learners may have left or joined while the eavesdropper was disconnected
+            await self.reconfigure(machine, machine.run)
+        request = eavesdropper_pb2.CloseCaptureRequest(capture_id=machine.capture_binding.capture_id)
         try:
-            closed: eavesdropper_pb2.CloseCaptureResponse = await self._ask("CloseCapture", request, _CLOSE_TIMEOUT_S)
+            closed: eavesdropper_pb2.CloseCaptureResponse = await self._call("CloseCapture", request, _CLOSE_TIMEOUT_S)
         except SottovoceError as error:
             log.warning("capture not closed", reason=str(error))
             return str(error)
-        return closed.capture.error or _whole(book, closed.capture.gaps)
+        return closed.capture.error or _describe_gaps(machine, closed.capture.gaps)
 
 
-def _overhearing(opened: eavesdropper_pb2.OpenCaptureResponse, routes: Routes) -> CaptureBinding:
-    """What was opened; relays stand in the order of their routes."""
-    relays = {(i, j): relay for (i, j, _), relay in zip(routes, opened.relay_addresses, strict=True)}
-    return CaptureBinding(opened.capture_id, opened.location, relays, "" if relays else opened.mirror_address)
+def _build_binding(response: eavesdropper_pb2.OpenCaptureResponse, routes: Routes) -> CaptureBinding:
+    """Return the binding to an opened capture; its relays are in the order of the routes."""
+    relays = {(i, j): relay for (i, j, _), relay in zip(routes, response.relay_addresses, strict=True)}
+    return CaptureBinding(response.capture_id, response.location, relays, "" if relays else response.mirror_address)
 
 
-def _nothing(run_id: str, error: SottovoceError) -> str:
-    """Why nothing of a run is captured any more."""
+def _describe_loss(run_id: str, error: SottovoceError) -> str:
+    """Log and describe why nothing of a run is captured any more."""
     log.warning("nothing is captured", run_id=run_id, reason=str(error))
-    return f"nothing is captured since the run was taken up again: {error}"
+    return f"nothing is captured since the run was resumed: {error}"
 
 
 def _to_wire(routes: Routes) -> list[eavesdropper_pb2.Route]:
     return [eavesdropper_pb2.Route(caller=i, callee=j, target=target) for i, j, target in routes]
 
 
-def _whole(book: RunStateMachine, gaps: int) -> str:
-    """What a run must say of gaps in its capture; empty: nothing, by its spec, or there is none."""
-    if not gaps or book.run.spec.capture_gap != "fail":
+def _describe_gaps(machine: RunStateMachine, gaps: int) -> str:
+    """Describe gaps in a capture that the spec does not allow; empty if there are none."""
+    if not gaps or machine.run.spec.capture_gap != "fail":
         return ""
-    return f"the capture must be whole (capture_gap: fail), and {gaps} intervals of rounds are missing in it"
+    return f"the capture must be complete (capture_gap: fail), and {gaps} intervals of rounds are missing in it"

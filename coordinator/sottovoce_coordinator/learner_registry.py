@@ -1,4 +1,4 @@
-"""Learners at the door: who they are, whether they are let in, who is here, and what is on its way to them."""
+"""Registry of learners: admits them, tracks which are connected, and queues commands for them."""
 
 from __future__ import annotations
 
@@ -29,91 +29,91 @@ from sottovoce_rpc.tasks import NotifyWait, notify_if_slow
 from sottovoce_wire.v1 import coordinator_pb2
 
 _MAX_ADDRESS_CHARS = 300
-"""Characters of a learner's: a name of a host has at most 253."""
+"""Maximum number of characters of a learner's address: a host name has at most 253."""
 MAX_CONNECTED_LEARNERS, MAX_KNOWN_LEARNERS = 4_096, 65_536
-"""Learners that are here, and names that ever joined: these are kept for good."""
+"""Maximum numbers of connected learners, and of names that ever joined, which are stored for ever."""
 _MAX_QUEUED_COMMANDS = 131_072
-"""On their way to a learner: twice what is announced at a time where the network changes."""
+"""Maximum number of queued commands for a learner: twice what is announced at a time if the network changes."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(slots=True)
 class JoinedLearner:
-    """A learner that has joined, and the directives on their way to it.
+    """A learner that has joined, with the commands queued for it.
 
     Attributes:
-        said: how it introduced itself.
-        claim: what of that decides whether it is let in.
-        origin: of the coordinator, as it speaks to this learner.
-        directives: what it is to be told.
-        displaced: another stream of the same process has come.
+        introduction: first message of its stream.
+        claim: the part of it that decides on its admission.
+        origin: origin of the commands for this learner.
+        commands: queued commands; None ends the stream.
+        displacement: set when a newer stream of the same process has replaced this one.
     """
 
     introduction: coordinator_pb2.Introduction
     claim: Claim
     origin: Origin
-    # Made a message when its turn comes: so many of them do not hold up everybody. None: that was the last one.
+    # Encoded when they are sent: encoding many at once would delay other learners.
     commands: asyncio.Queue[tuple[str, Command, Origin] | None] = field(default_factory=asyncio.Queue)
     displacement: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def name(self) -> str:
-        """The learner's."""
+        """Name of the learner."""
         return self.introduction.learner
 
-    def enqueue_command(self, run_id: str, directive: Command) -> None:
-        """Say something as soon as the stream allows; that of a learner which reads nothing ends."""
+    def enqueue_command(self, run_id: str, command: Command) -> None:
+        """Queue a command; the stream of a learner that does not read ends."""
         if self.commands.qsize() >= _MAX_QUEUED_COMMANDS:
             self.displacement.set()
             return
-        self.commands.put_nowait((run_id, directive, self.origin))
+        self.commands.put_nowait((run_id, command, self.origin))
 
     async def send_commands(self, context: Context) -> None:
-        """Send what it is to do, as it comes.
+        """Send queued commands as they come.
 
         Raises:
-            Unavailable: that was all, for the coordinator ends.
+            Unavailable: the coordinator stops.
         """
-        while (directive := await self.commands.get()) is not None:
-            await context.write(command_to_wire(*directive))
-        raise Unavailable("the coordinator was told to end")
+        while (command := await self.commands.get()) is not None:
+            await context.write(command_to_wire(*command))
+        raise Unavailable("the coordinator is stopping")
 
     async def wait_until_displaced(self) -> None:
-        """Wait until another stream of the same process takes the place of this one, which it has given up.
+        """Wait until a newer stream of the same learner replaces this one.
 
         Raises:
-            Unavailable: one has come.
+            Unavailable: it has.
         """
         await self.displacement.wait()
         raise Unavailable(f"another stream of learner {self.name} took the place of this one")
 
 
 class LearnerRegistry:
-    """The learners that are here, and what is known of all that ever joined.
+    """Connected learners, and the state-folder binding of each that ever joined.
 
     Args:
-        store: where that is kept.
+        store: durable store of the bindings.
     """
 
     def __init__(self, store: CoordinatorStore) -> None:
         self._store = store
-        self._known = store.load_learners()
-        self._here: dict[str, JoinedLearner] = {}
-        self._last: dict[str, JoinedLearner] = {}  # as they introduced themselves last, here or not
+        self._bindings = store.load_learners()
+        self._connected: dict[str, JoinedLearner] = {}
+        self._last: dict[str, JoinedLearner] = {}  # last introduction of each, connected or not
         self._changed = asyncio.Condition()
         self.epoch_count = 0
-        """Topology epochs that were told."""
+        """Number of topology epochs sent."""
 
     def __contains__(self, name: object) -> bool:
-        return name in self._here
+        return name in self._connected
 
     def __len__(self) -> int:
-        return len(self._here)
+        return len(self._connected)
 
     def get(self, name: str) -> JoinedLearner:
-        """A learner that is here."""
-        return self._here[name]
+        """Return a connected learner."""
+        return self._connected[name]
 
     async def admit(
         self,
@@ -123,178 +123,181 @@ class LearnerRegistry:
         *,
         rounds_committed: int,
     ) -> None:
-        """Let a learner in: with a new incarnation that it confirms, or with that of a process that never stopped.
+        """Admit a learner: with a new incarnation that it confirms, or with the current one of a process that never stopped.
 
         Args:
             member: the learner.
-            events, context: what it says, and where it is answered.
-            journaled: rounds of the run under way that it is known to have journaled.
+            events, context: its stream.
+            rounds_committed: rounds of the active run that it is known to have committed.
 
         Raises:
-            SottovoceError: it may not be this learner.
+            SottovoceError: it is not admitted.
         """
-        self._require_room(member.name)
-        claim, known = member.claim, self._known.get(member.name, LearnerBinding())
-        now = known.admit(claim, is_connected=member.name in self._here, rounds_committed=rounds_committed)
-        self._remember(member.name, now)
+        self._require_capacity(member.name)
+        claim, binding = member.claim, self._bindings.get(member.name, LearnerBinding())
+        now = binding.admit(claim, is_connected=member.name in self._connected, rounds_committed=rounds_committed)
+        self._save_binding(member.name, now)
         if not claim.is_rejoin:
             await context.write(
                 command_to_wire(
                     "", coordinator_pb2.IncarnationIssued(incarnation=now.issued_incarnation), member.origin
                 )
             )
-            event = await _next(events, "a confirmation")
+            event = await _read_message(events, "a confirmation")
             if event is None or event.WhichOneof("message") != "incarnation_stored":
                 raise RemoteProtocolError("a learner must confirm the incarnation that it was issued")
-            now = self._known[member.name].confirm(claim, event.incarnation_stored.incarnation)
-            self._remember(member.name, now)
+            now = self._bindings[member.name].confirm(claim, event.incarnation_stored.incarnation)
+            self._save_binding(member.name, now)
         member.enqueue_command("", coordinator_pb2.IncarnationConfirmed(incarnation=now.confirmed_incarnation))
 
-    def _require_room(self, name: str) -> None:
-        """Refuse a learner beyond those that a coordinator serves.
+    def _require_capacity(self, name: str) -> None:
+        """Refuse a learner beyond the limits of a coordinator.
 
         Raises:
-            LimitReached: there are as many.
+            LimitReached: a limit is reached.
         """
-        if name not in self._here and len(self._here) >= MAX_CONNECTED_LEARNERS:
+        if name not in self._connected and len(self._connected) >= MAX_CONNECTED_LEARNERS:
             raise LimitReached(
                 f"a coordinator serves at most {MAX_CONNECTED_LEARNERS} learners at a time: let this one join another"
             )
-        if name not in self._known and len(self._known) >= MAX_KNOWN_LEARNERS:
+        if name not in self._bindings and len(self._bindings) >= MAX_KNOWN_LEARNERS:
             raise LimitReached(
                 f"a coordinator knows at most {MAX_KNOWN_LEARNERS} learners by name: start another, on another state folder"
             )
 
     def unbind(self, name: str) -> None:
-        """Take whatever state folder the next learner of this name has.
+        """Unbind a name from its state folder, so that the next learner of this name may have any.
 
         Raises:
-            SpecError: no name is given.
+            SpecError: the name is empty.
             NotFound: no learner of this name has joined.
-            FailedPrecondition: it is here.
+            FailedPrecondition: it is connected.
         """
         require_learner_name(name)
-        if name not in self._known:
+        if name not in self._bindings:
             known = (
-                f"those that have are {abbreviate_names(sorted(self._known))}" if self._known else "no learner has yet"
+                f"those that have are {abbreviate_names(sorted(self._bindings))}"
+                if self._bindings
+                else "no learner has yet"
             )
             raise NotFound(f"learner {name!r} has never joined this coordinator; {known}")
-        if name in self._here:
-            raise FailedPrecondition(f"learner {name!r} is here, with the state folder that it has: stop it first")
-        self._remember(name, self._known[name].unbind())
+        if name in self._connected:
+            raise FailedPrecondition(f"learner {name!r} is connected, with the state folder that it has: stop it first")
+        self._save_binding(name, self._bindings[name].unbind())
 
-    def _remember(self, name: str, known: LearnerBinding) -> None:
-        """Durable before it is told."""
-        self._store.save_learner(name, known)
-        self._known[name] = known
+    def _save_binding(self, name: str, binding: LearnerBinding) -> None:
+        """Store a binding durably, before it is sent."""
+        self._store.save_learner(name, binding)
+        self._bindings[name] = binding
 
     def add(self, member: JoinedLearner) -> None:
-        """It is here from now on; another stream of the same process ends."""
-        before, member.origin = self._here.get(member.name), self._store.origin
-        self._here[member.name] = self._last[member.name] = member
+        """Mark a learner as connected; an older stream of the same process ends."""
+        before, member.origin = self._connected.get(member.name), self._store.origin
+        self._connected[member.name] = self._last[member.name] = member
         if before is not None:
             before.displacement.set()
 
     async def notify_waiters(self) -> None:
-        """Whoever waits for learners looks again."""
+        """Wake all calls that wait for learners."""
         async with self._changed:
             self._changed.notify_all()
 
     def remove(self, member: JoinedLearner) -> bool:
-        """Its stream has ended; True unless another one took its place."""
-        if self._here.get(member.name) is not member:
+        """Mark a learner as disconnected when its stream has ended; return False if a newer stream has replaced it."""
+        if self._connected.get(member.name) is not member:
             return False
-        del self._here[member.name]
+        del self._connected[member.name]
         return True
 
-    def enqueue_commands(self, run_id: str, directives: Mapping[str, Sequence[Command]]) -> None:
-        """Each learner its own; who is away is briefed when it joins again."""
-        for name, own in directives.items():
-            if name in self._here:
-                for directive in own:
-                    self.epoch_count += isinstance(directive, coordinator_pb2.TopologyEpoch)
-                    self._here[name].enqueue_command(run_id, directive)
+    def enqueue_commands(self, run_id: str, commands: Mapping[str, Sequence[Command]]) -> None:
+        """Queue commands by learner; a disconnected one gets the current ones when it joins again."""
+        for name, own in commands.items():
+            if name in self._connected:
+                for command in own:
+                    self.epoch_count += isinstance(command, coordinator_pb2.TopologyEpoch)
+                    self._connected[name].enqueue_command(run_id, command)
 
     def end_streams(self) -> None:
-        """Tell all of them what is on its way, and nothing more."""
-        for member in self._here.values():
+        """End all streams after their queued commands."""
+        for member in self._connected.values():
             member.commands.put_nowait(None)
 
-    async def wait_until_joined(self, names: Sequence[str], seconds: float, tell: NotifyWait) -> None:
+    async def wait_until_joined(self, names: Sequence[str], seconds: float, notify: NotifyWait) -> None:
         """Wait for learners.
 
         Args:
-            names: of them.
-            seconds: to wait.
-            tell: whoever asked for them, who is missing.
+            names: their names.
+            seconds: time limit.
+            notify: called with the missing ones if it takes long.
 
         Raises:
-            FailedPrecondition: not all of them have joined by then.
+            FailedPrecondition: not all of them have joined in time.
         """
-        await self._until_none(lambda: self._missing(names), names, seconds, tell)
+        await self._wait_for_all(lambda: self._find_missing(names), names, seconds, notify)
 
     async def wait_until_reintroduced(
-        self, names: Sequence[str], seconds: float, tell: NotifyWait
+        self, names: Sequence[str], seconds: float, notify: NotifyWait
     ) -> list[JoinedLearner]:
-        """What learners tell of themselves. Whoever obeys another coordinator does not stay, but joins again and again.
+        """Wait for new introductions of learners. One that obeys another coordinator does not stay, but joins repeatedly.
 
         Args:
-            names, seconds, tell: as of `until_here`.
+            names, seconds, notify: as of `wait_until_joined`.
 
         Raises:
-            FailedPrecondition: not all of them were here by then.
+            FailedPrecondition: not all of them have joined in time.
         """
         before = dict(self._last)
 
-        def absent() -> list[str]:
-            return [name for name in self._missing(names) if self._last.get(name) is before.get(name)]
+        def find_absent() -> list[str]:
+            return [name for name in self._find_missing(names) if self._last.get(name) is before.get(name)]
 
-        await self._until_none(absent, names, seconds, tell)
+        await self._wait_for_all(find_absent, names, seconds, notify)
         return [self._last[name] for name in names]
 
-    async def _until_none(
-        self, absent: Callable[[], list[str]], names: Sequence[str], seconds: float, tell: NotifyWait
+    async def _wait_for_all(
+        self, find_absent: Callable[[], list[str]], names: Sequence[str], seconds: float, notify: NotifyWait
     ) -> None:
-        def others() -> str:
-            found = sorted(set(self._here) - set(names))
-            return f" Here are others: {abbreviate_names(found)}." if found else ""
+        def describe_others() -> str:
+            found = sorted(set(self._connected) - set(names))
+            return f" Others have joined: {abbreviate_names(found)}." if found else ""
 
-        async def early() -> None:
-            asked = "is each started, under the name that the spec has, with the address of this coordinator?"
-            await tell(f"{abbreviate_names(absent())}: not joined yet; {asked}{others()}")
+        async def notify_absent() -> None:
+            hint = "is each started, under the name that the spec has, with the address of this coordinator?"
+            await notify(f"{abbreviate_names(find_absent())}: not joined yet; {hint}{describe_others()}")
 
-        async with notify_if_slow(early), self._changed:
+        async with notify_if_slow(notify_absent), self._changed:
             try:
                 async with asyncio.timeout(seconds):
-                    await self._changed.wait_for(lambda: not absent())
+                    await self._changed.wait_for(lambda: not find_absent())
             except TimeoutError:
-                gone = absent()
+                gone = find_absent()
                 raise FailedPrecondition(
-                    f"{len(gone)} of {len(names)} learners have not joined: {abbreviate_names(gone)}.{others()} Start each under the "
-                    "name that the spec has, with the address of this coordinator"
+                    f"{len(gone)} of {len(names)} learners have not joined: {abbreviate_names(gone)}.{describe_others()} Start "
+                    "each "
+                    "under the name that the spec has, with the address of this coordinator"
                 ) from None
 
     def outrank(self, term: int) -> None:
-        """Speak from now on as a coordinator of a later term than this one."""
+        """Take a later term than this one, and use it for all later commands."""
         self._store.outrank(term)
-        for member in self._here.values():
+        for member in self._connected.values():
             member.origin = self._store.origin
 
     def require_joined(self, names: Sequence[str]) -> None:
-        """Learners that were waited for have not left since.
+        """Require that learners are still connected.
 
         Raises:
-            FailedPrecondition: some have.
+            FailedPrecondition: some are not.
         """
-        if absent := self._missing(names):
+        if absent := self._find_missing(names):
             raise FailedPrecondition(f"learners have left: {abbreviate_names(absent)}")
 
-    def _missing(self, names: Sequence[str]) -> list[str]:
-        return [name for name in names if name not in self._here]
+    def _find_missing(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if name not in self._connected]
 
 
 def require_learner_name(learner: str) -> None:
-    """Refuse a request about a learner that names none.
+    """Require a name in a request about a learner.
 
     Raises:
         SpecError: it is empty.
@@ -306,18 +309,18 @@ def require_learner_name(learner: str) -> None:
 async def read_introduction(
     events: AsyncIterator[coordinator_pb2.LearnerMessage], origin: Origin, caller: Principal | None = None
 ) -> JoinedLearner:
-    """Who opened a stream.
+    """Read the introduction of a learner that opened a stream.
 
     Args:
-        events: what comes on it.
-        origin: of this coordinator.
-        caller: by its certificate, where it has shown one.
+        events: messages of the stream.
+        origin: origin of this coordinator's commands.
+        caller: principal of its certificate, if it has one.
 
     Raises:
-        PermissionDenied: somebody else, by its certificate.
-        RemoteProtocolError: it does not say, or by a name or an address that is none.
+        PermissionDenied: the certificate names another learner.
+        RemoteProtocolError: the first message is no introduction, or has an invalid name or address.
     """
-    first = await _next(events, "an introduction")
+    first = await _read_message(events, "an introduction")
     if first is None or first.WhichOneof("message") != "introduction" or not first.introduction.learner:
         raise RemoteProtocolError("a learner must introduce itself first, by its name")
     name, address = first.introduction.learner, first.introduction.address
@@ -326,21 +329,21 @@ async def read_introduction(
     if caller is not None and not caller.is_one_of(f"{Role.LEARNER}/{name}"):
         raise PermissionDenied(f"{caller} must join as itself, got {name!r}")
     if len(address) > _MAX_ADDRESS_CHARS:
-        raise RemoteProtocolError(f"an address has at most {_MAX_ADDRESS_CHARS} characters, got {len(address)}")
-    said = first.introduction
-    journaled = said.rounds_committed if said.run_id else None
-    claim = Claim(name, said.store_id, said.incarnation, said.is_reconnect, journaled)
-    if said.term > MAX_INCARNATION:
+        raise RemoteProtocolError(f"an address must have at most {_MAX_ADDRESS_CHARS} characters, got {len(address)}")
+    introduction = first.introduction
+    rounds_committed = introduction.rounds_committed if introduction.run_id else None
+    claim = Claim(name, introduction.store_id, introduction.incarnation, introduction.is_reconnect, rounds_committed)
+    if introduction.term > MAX_INCARNATION:
         raise RemoteProtocolError(
-            f"a term is one more at each start of a coordinator, at most {MAX_INCARNATION}, got {said.term}"
+            f"a term is one more at each start of a coordinator, at most {MAX_INCARNATION}, got {introduction.term}"
         )
-    return JoinedLearner(said, claim, origin)
+    return JoinedLearner(introduction, claim, origin)
 
 
-async def _next(
+async def _read_message(
     events: AsyncIterator[coordinator_pb2.LearnerMessage], what: str
 ) -> coordinator_pb2.LearnerMessage | None:
-    """What a learner says next; None: nothing more.
+    """Read the next message of a learner; None at the end of its stream.
 
     Raises:
         RemoteProtocolError: it takes too long.

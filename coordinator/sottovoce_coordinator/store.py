@@ -1,12 +1,12 @@
-"""What a coordinator remembers: learners and runs, in SQLite, in a folder or in memory alone.
+"""Durable state of a coordinator: learners and runs, in SQLite, in a folder or in memory only.
 
-What a coordinator tells is written, and synced, before it is told: incarnations, runs, how far learners may go, ends. How far
-learners are is written about once a second: it is a lower bound.
+What a coordinator sends is written, and synced, before it is sent: incarnations, runs, leases, ends. The learners' progress is
+written about once a second: it is a lower bound.
 
-Fencing is pure. A name is bound to the state folder (store) that was first confirmed under it. Each start of a learner gets
-the next incarnation, in two steps: it is issued, the learner writes it to its folder and confirms, and only then does it
-count. A death in between is harmless. A number is never issued twice, so two processes never have the same one, and the lower
-is refused.
+Fencing is pure. A name is bound to the state folder (store) that was first confirmed under it. Each start of a learner gets the
+next incarnation, in two steps: the coordinator issues it; the learner writes it to its folder and confirms; only then does it
+count. A death in between is harmless. A number is never issued twice, so two processes never have the same one, and the lower is
+refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 
 log = structlog.get_logger()
 
-FILE, FORMAT = "coordinator.sqlite", 1
+FILE, FORMAT = "coordinator.sqlite", 2
 NONCE_BYTES = 16
 BUSY_TIMEOUT_S = 5.0
 _TABLES = """
@@ -47,7 +47,7 @@ CREATE TABLE IF NOT EXISTS member (
 );
 CREATE TABLE IF NOT EXISTS run (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, spec TEXT NOT NULL, n_features INTEGER NOT NULL,
-    overhearing TEXT NOT NULL, view BLOB NOT NULL, granted INTEGER NOT NULL DEFAULT 0
+    capture_binding TEXT NOT NULL, view BLOB NOT NULL, leased_until INTEGER NOT NULL DEFAULT 0
 );
 """
 
@@ -57,11 +57,11 @@ class StoredRun:
     """A run as it was last written.
 
     Attributes:
-        run_id: its name.
-        spec, n_features: what is run, as it crosses the wire.
-        overhearing: by whom it is captured.
-        record: a `sottovoce_wire.v1.Run` without spec: state, times, addresses, and how far learners were.
-        granted: no round from this one on was ever granted; some below it may not have been.
+        run_id: id of the run.
+        spec, n_features: the run, as on the wire.
+        capture_binding: capture of the run.
+        encoded_view: a `sottovoce_wire.v1.Run` without spec: state, times, addresses, and the learners' progress.
+        leased_until: no round from this one on was ever leased; some below it may not have been.
     """
 
     run_id: str
@@ -78,37 +78,37 @@ class StoredRun:
 
     @property
     def outcome(self) -> tuple[RunState, datetime | None]:
-        """How it ended, and when."""
+        """State of the run, and when it ended."""
         run = self.build_view()
         return RunState.from_message(run), run.ended_at.ToDatetime(UTC) if run.HasField("ended_at") else None
 
     def build_view(self, *, include_spec: bool = False) -> coordinator_pb2.Run:
-        """The run as it ended; `whole`: with the spec."""
+        """Decode the last view of the run; with its spec on request."""
         run = coordinator_pb2.Run.FromString(self.encoded_view)
         if include_spec:
             run.spec, run.n_features = self.spec, self.n_features
         return run
 
     def build_final_command(self) -> coordinator_pb2.Stop:
-        """What a learner is told that comes back to it."""
+        """Build the Stop command for a learner that reconnects after the run has ended."""
         run = self.build_view()
         return coordinator_pb2.Stop(reason=run.detail, final=run.state != coordinator_pb2.RUN_STATE_FAILED)
 
-    def mark_resumed(self, uncaptured: str) -> StoredRun:
-        """A run that failed, as it goes on; `uncaptured`: why nothing of it is captured from now on."""
+    def mark_resumed(self, capture_loss_reason: str) -> StoredRun:
+        """Return a failed run as resumed; `capture_loss_reason`: why nothing of it is captured from now on."""
         run = self.build_view()
         begun = any(each.status.rounds_committed for each in run.learners)
         run.state = coordinator_pb2.RUN_STATE_RUNNING if begun else coordinator_pb2.RUN_STATE_CONNECTING
-        run.detail, run.attempt, run.capture_error = "", run.attempt + 1, uncaptured
+        run.detail, run.attempt, run.capture_error = "", run.attempt + 1, capture_loss_reason
         run.ClearField("ended_at")
-        run.ClearField("violations")  # whoever takes it up knows of it
+        run.ClearField("violations")  # the operator who resumes it knows of them
         for each in run.learners:
             if each.status.state != learner_pb2.LEARNER_STATE_FINISHED:
                 each.status.state, each.status.detail = learner_pb2.LEARNER_STATE_CONNECTING, ""
         return replace(self, encoded_view=run.SerializeToString())
 
     def mark_failed(self, detail: str, now: datetime) -> StoredRun:
-        """A run that cannot go on."""
+        """Return the run as failed."""
         run = self.build_view()
         run.state, run.detail = coordinator_pb2.RUN_STATE_FAILED, detail
         run.ended_at.FromDatetime(now)
@@ -116,140 +116,143 @@ class StoredRun:
 
 
 class CoordinatorStore:
-    """The memory of one coordinator.
+    """Store of one coordinator.
 
     Args:
-        folder: where it stands; None: in memory, and gone with the process.
+        folder: state folder; None: in memory, lost with the process.
 
     Raises:
         FailedPrecondition: another coordinator uses the folder.
-        CorruptStateError: what stands there is damaged, or of a newer version.
+        CorruptStateError: the file is damaged, or of another version.
         Unavailable: it cannot be written.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._lock = None if folder is None else _claim(folder)
-        self._where = "the coordinator's memory" if folder is None else str(folder / FILE)
+        self._lock = None if folder is None else _lock_folder(folder)
+        self._location = "the coordinator's memory" if folder is None else str(folder / FILE)
         try:
             self._db = sqlite3.connect(":memory:" if folder is None else folder / FILE, timeout=BUSY_TIMEOUT_S)
         except BaseException:
             self._release()
             raise
         try:
-            with self._written():
+            with self._transaction():
                 self._prepare()
             self.origin = self._begin_term() if folder is not None else Origin(0, secrets.token_bytes(NONCE_BYTES))
         except BaseException:
             self.close()
             raise
-        self._granted: dict[str, int] = {}
+        self._leased_until: dict[str, int] = {}
 
     @property
     def is_durable(self) -> bool:
-        """True when it outlives the process."""
+        """Return whether it outlives the process."""
         return self.origin.term > 0
 
     def outrank(self, term: int) -> None:
-        """Be of a later term than a coordinator whose state is lost."""
+        """Take a later term than that of a coordinator whose state is lost."""
         if self.origin.term > term:
             return
         now = replace(self.origin, term=term + 1)
-        with self._written() as db:
+        with self._transaction() as db:
             db.execute("UPDATE state SET term = ?", (now.term,))
         self.origin = now
 
     def close(self) -> None:
-        """Let others have the folder."""
+        """Close the file, and unlock the folder."""
         self._db.close()
         self._release()
 
     # ---- learners -----------------------------------------------------------------------------------------
 
     def load_learners(self) -> dict[str, LearnerBinding]:
-        """All learners that have joined, by name."""
+        """Load the bindings of all learners that have joined, by name."""
         rows = self._db.execute("SELECT name, store, issued, confirmed FROM member")
-        return {name: LearnerBinding(*known) for name, *known in rows}
+        return {name: LearnerBinding(*binding) for name, *binding in rows}
 
-    def save_learner(self, name: str, known: LearnerBinding) -> None:
-        """Write what is known of a learner."""
-        with self._written() as db:
-            values = (name, known.store_id, known.issued_incarnation, known.confirmed_incarnation)
+    def save_learner(self, name: str, binding: LearnerBinding) -> None:
+        """Write the binding of a learner."""
+        with self._transaction() as db:
+            values = (name, binding.store_id, binding.issued_incarnation, binding.confirmed_incarnation)
             db.execute("INSERT OR REPLACE INTO member VALUES (?, ?, ?, ?)", values)
 
     # ---- runs ---------------------------------------------------------------------------------------------
 
     def load_runs(self) -> list[StoredRun]:
-        """All runs that were not forgotten, oldest first."""
+        """Load all remembered runs, oldest first."""
         rows = self._db.execute(
-            "SELECT id, spec, n_features, overhearing, view, granted FROM run ORDER BY number"
+            "SELECT id, spec, n_features, capture_binding, view, leased_until FROM run ORDER BY number"
         ).fetchall()
-        return [StoredRun(i, spec, n, _heard(text), view, until) for i, spec, n, text, view, until in rows]
+        return [StoredRun(i, spec, n, _decode_binding(text), view, until) for i, spec, n, text, view, until in rows]
 
     def add_run(self, run: StoredRun) -> None:
         """Write a new run."""
-        with self._written() as db:
+        with self._transaction() as db:
             db.execute(
-                "INSERT INTO run (id, spec, n_features, overhearing, view) VALUES (?, ?, ?, ?, ?)",
-                (run.run_id, run.spec, run.n_features, _told(run.capture_binding), run.encoded_view),
+                "INSERT INTO run (id, spec, n_features, capture_binding, view) VALUES (?, ?, ?, ?, ?)",
+                (run.run_id, run.spec, run.n_features, _encode_binding(run.capture_binding), run.encoded_view),
             )
 
     def reserve_lease(self, run_id: str, until: int, ahead: int, view: bytes) -> None:
-        """Before rounds below `until` are granted: write so many more, that not every grant is one write."""
-        if until <= self._granted.get(run_id, 0):
+        """Write a lease before it is sent, extended by `ahead` rounds, so that not every lease needs a write."""
+        if until <= self._leased_until.get(run_id, 0):
             return
-        with self._written() as db:
-            db.execute("UPDATE run SET granted = max(granted, ?), view = ? WHERE id = ?", (until + ahead, view, run_id))
-        self._granted[run_id] = until + ahead
+        with self._transaction() as db:
+            db.execute(
+                "UPDATE run SET leased_until = max(leased_until, ?), view = ? WHERE id = ?",
+                (until + ahead, view, run_id),
+            )
+        self._leased_until[run_id] = until + ahead
 
     def save_views(self, views: Mapping[str, bytes]) -> None:
-        """Write how runs stand, by their names."""
-        with self._written() as db:
+        """Write the views of runs, by id."""
+        with self._transaction() as db:
             db.executemany("UPDATE run SET view = ? WHERE id = ?", [(view, run_id) for run_id, view in views.items()])
 
     def update_spec(self, run_id: str, spec: str, view: bytes) -> None:
-        """Before learners are told that others leave or join: write the spec of a run, and how it stands."""
-        with self._written() as db:
+        """Write the changed spec and the view of a run, before learners are informed that others leave or join."""
+        with self._transaction() as db:
             db.execute("UPDATE run SET spec = ?, view = ? WHERE id = ?", (spec, view, run_id))
 
     def delete_run(self, run_id: str) -> None:
-        """Nobody will ask for a run again."""
-        with self._written() as db:
+        """Delete a run."""
+        with self._transaction() as db:
             db.execute("DELETE FROM run WHERE id = ?", (run_id,))
-        self._granted.pop(run_id, None)
+        self._leased_until.pop(run_id, None)
 
     # ---- the file -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def _written(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, synced.
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Run a transaction, and sync it.
 
         Raises:
             CorruptStateError: the file is damaged.
-            Unavailable: it cannot be written: nothing of the transaction counts.
+            Unavailable: it cannot be written; the transaction is rolled back.
         """
         try:
             with self._db:
                 yield self._db
         except sqlite3.OperationalError as error:
-            raise Unavailable(f"{self._where} cannot be written: {error}") from None
+            raise Unavailable(f"{self._location} cannot be written: {error}") from None
         except sqlite3.DatabaseError as error:
-            raise CorruptStateError(f"{self._where} is damaged: {error}; {_WAY_OUT}") from None
+            raise CorruptStateError(f"{self._location} is damaged: {error}; {_RECOVERY_HINT}") from None
 
     def _prepare(self) -> None:
         for pragma in ("journal_mode = WAL", "synchronous = FULL"):
             self._db.execute(f"PRAGMA {pragma}")
         (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
-            raise CorruptStateError(f"{self._where} is damaged: {' '.join(found.split())}; {_WAY_OUT}")
+            raise CorruptStateError(f"{self._location} is damaged: {' '.join(found.split())}; {_RECOVERY_HINT}")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, FORMAT):
             raise CorruptStateError(
-                f"{self._where} must be of format {FORMAT}, got {version}: use the version that wrote it"
+                f"{self._location} must be of format {FORMAT}, got {version}: use the version that wrote it"
             )
         self._db.executescript(f"{_TABLES} PRAGMA user_version = {FORMAT};")
 
     def _begin_term(self) -> Origin:
-        with self._written() as db:
+        with self._transaction() as db:
             (last,) = db.execute("SELECT coalesce(max(term), 0) FROM state").fetchone()
             origin = Origin(last + 1, secrets.token_bytes(NONCE_BYTES))
             db.execute("DELETE FROM state")
@@ -263,18 +266,18 @@ class CoordinatorStore:
 
 @contextmanager
 def log_write_failures() -> Iterator[None]:
-    """What cannot be written now is tried again soon, or is none the worse for it."""
+    """Log a failed write that will be repeated soon, or may be lost."""
     try:
         yield
     except Unavailable as error:
         log.warning("not written", reason=str(error))
 
 
-_WAY_OUT = "restore it from where it is whole, or start with another folder: learners bring their incarnations along"
+_RECOVERY_HINT = "restore an intact copy, or start with another folder: learners bring their incarnations along"
 
 
-def _claim(folder: Path) -> TextIO:
-    """Keep every other coordinator off this folder, until the file is closed or this process dies."""
+def _lock_folder(folder: Path) -> TextIO:
+    """Lock the folder against other coordinators, until the file is closed or this process dies."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = (folder / f"{FILE}.lock").open("w", encoding="utf-8")
@@ -290,17 +293,17 @@ def _claim(folder: Path) -> TextIO:
     return file
 
 
-def _told(heard: CaptureBinding) -> str:
-    relays: Sequence[Any] = [[*edge, address] for edge, address in heard.relay_addresses.items()]
+def _encode_binding(binding: CaptureBinding) -> str:
+    relays: Sequence[Any] = [[*edge, address] for edge, address in binding.relay_addresses.items()]
     return json.dumps(
-        {"id": heard.capture_id, "location": heard.location, "mirror": heard.mirror_address, "relays": relays}
+        {"id": binding.capture_id, "location": binding.location, "mirror": binding.mirror_address, "relays": relays}
     )
 
 
-def _heard(text: str) -> CaptureBinding:
-    told = json.loads(text)
-    relays = {(i, j): address for i, j, address in told["relays"]}
-    return CaptureBinding(told["id"], told["location"], relays, told["mirror"])
+def _decode_binding(text: str) -> CaptureBinding:
+    document = json.loads(text)
+    relays = {(i, j): address for i, j, address in document["relays"]}
+    return CaptureBinding(document["id"], document["location"], relays, document["mirror"])
 
 
 # ---- fencing: state folders and incarnations of learners -------------------------------------------------------------
@@ -308,18 +311,18 @@ def _heard(text: str) -> CaptureBinding:
 
 STORE_ID_BYTES = 16
 MAX_INCARNATION = 2**32
-"""That anything can have had: a learner may tell whatever it likes, and its next starts need higher numbers."""
+"""Maximum incarnation: a learner may claim any number, and its next starts need higher ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a learner says of itself when it joins.
+    """A learner's claim to a name when it joins.
 
     Attributes:
-        name, store: whose it is, and the number of its state folder.
-        incarnation: the highest that the folder knows.
-        rejoins: it is this process's own, confirmed: only the stream broke.
-        journaled: rounds that it has journaled in the run that is under way; None: it is in none, or in another.
+        name, store_id: the name, and the id of its state folder.
+        incarnation: the highest in the folder.
+        is_rejoin: it is this process's own and confirmed: only the stream broke.
+        rounds_committed: committed rounds of the active run; None: it is in none, or in another.
     """
 
     name: str
@@ -331,18 +334,18 @@ class Claim:
     def __post_init__(self) -> None:
         if len(self.store_id) != STORE_ID_BYTES:
             raise RemoteProtocolError(
-                f"a learner must say which state folder it speaks from, in {STORE_ID_BYTES} bytes, got {len(self.store_id)}: "
+                f"a learner must send the id of its state folder, in {STORE_ID_BYTES} bytes, got {len(self.store_id)}: "
                 "is it older than its coordinator?"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerBinding:
-    """What is known of a learner.
+    """Binding of a name to a state folder.
 
     Attributes:
-        store: the number of the state folder that joined last; the name is bound to it once an incarnation is confirmed.
-        issued, confirmed: the last incarnations; 0: none.
+        store_id: id of the state folder that joined last; the name is bound to it once an incarnation is confirmed.
+        issued_incarnation, confirmed_incarnation: the last ones; 0: none.
     """
 
     store_id: bytes = b""
@@ -350,25 +353,25 @@ class LearnerBinding:
     confirmed_incarnation: int = 0
 
     def admit(self, claim: Claim, *, is_connected: bool, rounds_committed: int = 0) -> LearnerBinding:
-        """The membership with which a learner is let in: `issued` is its incarnation, to be confirmed unless it rejoins.
+        """Admit a learner; return its binding, whose issued incarnation it must confirm unless it rejoins.
 
         Args:
-            claim: what it says.
-            live: a stream of a learner of this name is there.
-            journaled: rounds of the run under way that it is known to have journaled.
+            claim: its claim.
+            is_connected: another stream of a learner of this name is connected.
+            rounds_committed: rounds of the active run that it is known to have committed.
 
         Raises:
-            RemoteProtocolError: nothing was started as often as it says.
+            RemoteProtocolError: the claimed incarnation is impossible.
             PermissionDenied: it has another state folder.
-            Unavailable: the learner is here already; if it has died, that will be noticed.
-            FailedPrecondition: its state is an old one, or it is an old process.
+            Unavailable: the learner is connected already; if it has died, that will be detected.
+            FailedPrecondition: its state is outdated, or it is an old process.
         """
         name = claim.name
-        if claim.incarnation > (
-            most := max(self.issued_incarnation, MAX_INCARNATION)
-        ):  # by a coordinator of before, maybe
+        # Above its own numbers, too: an earlier coordinator without a state may have issued more.
+        max_incarnation = max(self.issued_incarnation, MAX_INCARNATION)
+        if claim.incarnation > max_incarnation:
             raise RemoteProtocolError(
-                f"an incarnation is one more at each start of a learner, at most {most}, got {claim.incarnation}"
+                f"an incarnation is one more at each start of a learner, at most {max_incarnation}, got {claim.incarnation}"
             )
         if self.confirmed_incarnation and claim.store_id != self.store_id:
             raise PermissionDenied(
@@ -376,29 +379,31 @@ class LearnerBinding:
                 f"another name; if the folder is lost, `sottovoce rebind {name}` lets this one take its place"
             )
         if claim.is_rejoin:
-            return self._back(claim)
+            return self._readmit(claim)
         if is_connected:
-            raise Unavailable(f"learner {name!r} is here already: stop the other process, or take another name")
+            raise Unavailable(f"learner {name!r} is connected already: stop the other process, or take another name")
         if claim.incarnation < self.confirmed_incarnation or (
             claim.rounds_committed is not None and claim.rounds_committed < rounds_committed
         ):
             raise FailedPrecondition(
-                f"the state folder of learner {name!r} is an old one: it knows incarnation {claim.incarnation} and "
-                f"{claim.rounds_committed or 0} rounds, and must know {self.confirmed_incarnation} and {rounds_committed}. It would say rounds again "
-                "with other noise: restore the newest state"
+                f"the state folder of learner {name!r} is outdated: it has incarnation {claim.incarnation} and "
+                f"{claim.rounds_committed or 0} rounds, and must have {self.confirmed_incarnation} and {rounds_committed}. "
+                "It would send "
+                "rounds again with other noise: restore the newest state"
             )
         if claim.rounds_committed is None and rounds_committed:
             raise FailedPrecondition(
-                f"the state folder of learner {name!r} has no log of the run that this learner is in, and {rounds_committed} rounds "
-                "were said in it: it would say them again with other noise. Restore the newest state; where the log is lost, or "
+                f"the state folder of learner {name!r} has no log of the run that this learner is in, and "
+                f"{rounds_committed} rounds "
+                "were sent in it: it would send them again with other noise. Restore the newest state; if the log is lost, or "
                 f"the ledger was repaired, let the run go on without this learner (`sottovoce runs leave RUN {name}`), or stop it"
             )
         return replace(
             self, store_id=claim.store_id, issued_incarnation=max(self.issued_incarnation, claim.incarnation) + 1
         )
 
-    def _back(self, claim: Claim) -> LearnerBinding:
-        """Of a process that never stopped; what a coordinator without a memory has forgotten, the learner knows."""
+    def _readmit(self, claim: Claim) -> LearnerBinding:
+        """Admit a process that never stopped; its claim restores what a coordinator without a state has lost."""
         if claim.incarnation < self.issued_incarnation:
             raise FailedPrecondition(
                 f"learner {claim.name!r} has been started again as incarnation {self.issued_incarnation}: this process, "
@@ -407,17 +412,18 @@ class LearnerBinding:
         return LearnerBinding(claim.store_id, claim.incarnation, claim.incarnation)
 
     def confirm(self, claim: Claim, incarnation: int) -> LearnerBinding:
-        """The membership of a learner that has written its incarnation.
+        """Return the binding of a learner that has stored its incarnation.
 
         Raises:
             FailedPrecondition: another one was issued since.
         """
         if (claim.store_id, incarnation) != (self.store_id, self.issued_incarnation):
             raise FailedPrecondition(
-                f"learner {claim.name!r} must confirm incarnation {self.issued_incarnation}, got {incarnation}: it was started twice"
+                f"learner {claim.name!r} must confirm incarnation {self.issued_incarnation}, got {incarnation}: it was "
+                "started twice"
             )
         return replace(self, confirmed_incarnation=incarnation)
 
     def unbind(self) -> LearnerBinding:
-        """The next state folder of this name is taken, whatever it knows; numbers go on."""
+        """Return a binding that allows any next state folder of this name; incarnations continue."""
         return LearnerBinding(issued_incarnation=self.issued_incarnation)

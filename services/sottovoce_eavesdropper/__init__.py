@@ -1,4 +1,4 @@
-"""The eavesdropper: sits on the channels, records every byte, asks nobody."""
+"""Eavesdropper: records the traffic of learners' channels."""
 
 CAPTURE_FORMAT = "sottovoce-capture-3"
-"""Of the captures that it writes."""
+"""Format of the captures that this version writes."""

@@ -1,4 +1,4 @@
-"""The captures of a process: opened with all their relays or not at all, taken up where they were left open, and found."""
+"""Captures of an eavesdropper process: opened with all their proxies or not at all, resumed if left open, and found again."""
 
 from __future__ import annotations
 
@@ -35,46 +35,46 @@ from sottovoce_wire.v1.eavesdropper_pb2 import SentRounds
 log = structlog.get_logger()
 
 MAX_OPEN_CAPTURES, MAX_PROXIES = 1_024, 4_096
-"""Captures, and relays of all of them, at a time: each relay is a port, and its opening takes a millisecond or two."""
+"""Maximum numbers of open captures and of all their proxies: each proxy is a port, and takes a millisecond or two to open."""
 _MAX_WORLD, _MAX_REPLICA = 2**7 - 1, 2**31 - 1
 
 
 class CaptureRegistry:
-    """Any number of captures, of one run each.
+    """Registry of captures, each of one run.
 
     Args:
-        folder: where they are written: a path, or a URL for fsspec.
-        host: where relays listen.
-        credentials: of the eavesdropper.
-        allow_imports: whether a run spec may name code to import.
+        folder: where captures are written: a path, or a URL for fsspec.
+        host: host on which proxies listen.
+        credentials: credentials of the eavesdropper.
+        allow_imports: allow a run spec to name code to import.
     """
 
     def __init__(self, folder: str | Path, host: str, credentials: Credentials, *, allow_imports: bool) -> None:
         self._folder, self._host, self._credentials, self._allow_imports = folder, host, credentials, allow_imports
         self.sessions: dict[str, CaptureSession] = {}
-        """By the capture's id, the oldest first."""
+        """Capture sessions by capture id, the oldest first."""
         self.refusals = Refusals()
         """Calls that relays refused."""
         self._tasks = Tasks()
-        self._opening: list[int] = []  # relays of captures that are being opened
-        self._taking_up: dict[str, asyncio.Task[CaptureSession | None]] = {}
-        self._known = dict[str, tuple[str, list[SentRounds]]]()  # of captures that are complete, by their names
+        self._opening: list[int] = []  # proxy counts of captures that are being opened
+        self._resuming: dict[str, asyncio.Task[CaptureSession | None]] = {}
+        self._sent_rounds = dict[str, tuple[str, list[SentRounds]]]()  # of complete captures, by folder name
 
     async def open_capture(
         self, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, opener: str
     ) -> CaptureSession:
-        """Begin a capture, with one relay or wiretap per route.
+        """Open a capture, with one relay or wiretap per route.
 
         Args:
-            request: which.
-            spec: of its run, a document in JSON.
-            opener: whose it is.
+            request: description of the capture.
+            spec: run spec, a JSON document.
+            opener: principal of the coordinator that opens it.
 
         Raises:
-            RemoteProtocolError: a route is of nobody, or a channel comes twice.
-            AlreadyExists: the run has an open one.
-            LimitReached: there are as many captures or relays as are served.
-            SottovoceError: it cannot be written, or a relay cannot listen.
+            RemoteProtocolError: a route names no learner of the run, or a channel comes twice.
+            AlreadyExists: the run has an open capture.
+            LimitReached: there are too many captures or proxies.
+            SottovoceError: the capture cannot be written, or a proxy cannot listen.
         """
         Participants.from_spec(spec).require_learners(
             *(index for route in request.routes for index in (route.caller, route.callee))
@@ -84,66 +84,66 @@ class CaptureRegistry:
                 raise AlreadyExists(
                     f"run {request.run_id!r} is captured already: {each.writer.capture_id}; close that first"
                 )
-        with self._room(request.routes):
-            return await self._begun(request, spec, opener)
+        with self._reserve_capacity(request.routes):
+            return await self._open_capture(request, spec, opener)
 
     async def stop(self) -> None:
-        """Write everything that is in memory, then end. A capture that nobody closed stays open for who comes after."""
+        """Write everything in memory, then end. Captures that were not closed stay open, to be resumed."""
         await self._tasks.end()
         await asyncio.gather(*(each.close(drain_timeout_s=0.0, has_run_ended=False) for each in self.sessions.values()))
 
     def get(self, capture_id: str) -> CaptureSession:
-        """The capture of this id.
+        """Return the capture with this id.
 
         Raises:
-            SpecError: no id is given.
-            NotFound: there is none.
+            SpecError: the id is empty.
+            NotFound: there is no such capture.
         """
         if not capture_id:
             raise SpecError("a capture's id is required, got none")
         if capture_id not in self.sessions:
-            known = f"the last one is {next(reversed(self.sessions))!r}" if self.sessions else "there is none"
+            known = f"the last one is {next(reversed(self.sessions))!r}" if self.sessions else "there are no captures"
             raise NotFound(f"no capture {capture_id!r} here: {known}")
         return self.sessions[capture_id]
 
     async def list_sent_rounds(self, run_id: str, learners: Sequence[str], opener: str) -> list[SentRounds]:
-        """How far learners were in captures of an opener, open or closed, of this process or of those before.
+        """Return how far learners were in captures of an opener, open or closed, also in those of earlier processes.
 
         Args:
-            run_id: of this run alone; empty: of every run.
-            learners: of these alone; empty: of all.
-            opener: whose captures.
+            run_id: this run only; empty: every run.
+            learners: these learners only; empty: all.
+            opener: principal that opened the captures.
 
         Raises:
-            CaptureError: one of them cannot be read.
-            OSError: the place of captures cannot be read.
+            CaptureError: a capture cannot be read.
+            OSError: the folder of captures cannot be read.
         """
         for each in self.sessions.values():
             if run_id in ("", each.writer.run_id):
                 await each.writer.flush_fully()
-        return await asyncio.to_thread(self._sent, run_id, frozenset(learners), opener)
+        return await asyncio.to_thread(self._find_sent_rounds, run_id, frozenset(learners), opener)
 
-    def _sent(self, run_id: str, learners: Collection[str], opener: str) -> list[SentRounds]:
+    def _find_sent_rounds(self, run_id: str, learners: Collection[str], opener: str) -> list[SentRounds]:
         folder, found = open_folder(self._folder), list[SentRounds]()
         for name in folder.list_names():
             if name.startswith(run_id and f"{run_id}-"):
-                whose, sent = self._known.get(name) or self._read_sent(folder, name)
-                found += sent if whose == opener else ()
+                owner, sent = self._sent_rounds.get(name) or self._read_sent_rounds(folder, name)
+                found += sent if owner == opener else ()
         return [each for each in found if run_id in ("", each.run_id) and (not learners or each.learner in learners)]
 
-    def _read_sent(self, folder: Folder, name: str) -> tuple[str, list[SentRounds]]:
-        """Whose capture it is, and how far learners were in it; of a folder that is none, nothing."""
+    def _read_sent_rounds(self, folder: Folder, name: str) -> tuple[str, list[SentRounds]]:
+        """Read the opener of a capture and how far learners were in it; nothing if the folder is not a capture."""
         try:
             capture = open_capture(folder.get_subfolder(name))
         except CaptureError:
             return "", []
-        known = capture.metadata["opener"], _sent_of(capture)
+        sent = capture.metadata["opener"], _build_sent_rounds(capture)
         if capture.is_complete:  # it never changes
-            self._known[name] = known
-        return known
+            self._sent_rounds[name] = sent
+        return sent
 
     async def get_or_resume(self, run_id: str) -> CaptureSession:
-        """The open capture of a run; one that was left open is taken up, though whoever asked no longer waits for that.
+        """Return the open capture of a run; resume one that was left open, even if the caller gives up waiting.
 
         Raises:
             NotFound: there is none.
@@ -151,11 +151,11 @@ class CaptureRegistry:
         """
         own = [each for each in self.sessions.values() if each.writer.run_id == run_id]
         if not own:
-            if run_id not in self._taking_up:
-                taking = self._taking_up[run_id] = self._tasks.start(self._take_up(run_id))
-                taking.add_done_callback(lambda _: self._taking_up.pop(run_id))
-            if (left := await asyncio.shield(self._taking_up[run_id])) is not None:
-                return left
+            if run_id not in self._resuming:
+                task = self._resuming[run_id] = self._tasks.start(self._resume(run_id))
+                task.add_done_callback(lambda _: self._resuming.pop(run_id))
+            if (resumed := await asyncio.shield(self._resuming[run_id])) is not None:
+                return resumed
         for each in own:
             if each.writer.is_open:
                 return each
@@ -163,33 +163,37 @@ class CaptureRegistry:
             raise CaptureError(f"the capture of run {run_id!r} is closed: {own[-1].writer.capture_id}")
         raise NotFound(f"no capture of run {run_id!r} here")
 
-    async def _begun(self, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, opener: str) -> CaptureSession:
-        capture_id, who = f"{request.run_id}-{uuid.uuid4().hex[:6]}", Participants.from_spec(spec)
+    async def _open_capture(
+        self, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, opener: str
+    ) -> CaptureSession:
+        capture_id, participants = f"{request.run_id}-{uuid.uuid4().hex[:6]}", Participants.from_spec(spec)
         folder = open_folder(self._folder).get_subfolder(Path(capture_id).name).name
-        file = await asyncio.to_thread(_begin, folder, capture_id, request, spec, allow_imports=self._allow_imports)
+        file = await asyncio.to_thread(
+            _create_writer, folder, capture_id, request, spec, allow_imports=self._allow_imports
+        )
         file.opener = opener
-        new = (self._between(route, file, who) for route in request.routes)
-        relays, addresses = await _listening((relay, f"{self._host}:0") for relay in new)
-        file.routes = [_route(*each) for each in zip(request.routes, addresses, strict=True)]
+        new = (self._build_proxy(route, file, participants) for route in request.routes)
+        proxies, addresses = await _start_proxies((proxy, f"{self._host}:0") for proxy in new)
+        file.routes = [_describe_route(*each) for each in zip(request.routes, addresses, strict=True)]
         await file.write_metadata()
-        return self._recording(file, relays)
+        return self._start_session(file, proxies)
 
     @contextlib.contextmanager
-    def _room(self, routes: Sequence[eavesdropper_pb2.Route]) -> Iterator[None]:
-        """While a capture is opened: refuse it beyond what is served, before a port is opened.
+    def _reserve_capacity(self, routes: Sequence[eavesdropper_pb2.Route]) -> Iterator[None]:
+        """Count a capture that is being opened; refuse it beyond the limits, before a port is opened.
 
         Raises:
             RemoteProtocolError: a channel comes twice.
-            LimitReached: there are as many captures or relays as are served.
+            LimitReached: there are too many captures or proxies.
         """
         if len({(route.caller, route.callee) for route in routes}) < len(routes):
             raise RemoteProtocolError("the routes of a capture must be of different channels")
-        served = [*self._opening, *(len(each.proxies) for each in self.sessions.values() if not each.is_closed)]
-        captures, relays = len(served) + 1, sum(served) + len(routes)
-        if captures > MAX_OPEN_CAPTURES or relays > MAX_PROXIES:
+        open_counts = [*self._opening, *(len(each.proxies) for each in self.sessions.values() if not each.is_closed)]
+        captures, proxies = len(open_counts) + 1, sum(open_counts) + len(routes)
+        if captures > MAX_OPEN_CAPTURES or proxies > MAX_PROXIES:
             raise LimitReached(
                 f"an eavesdropper serves at most {MAX_OPEN_CAPTURES} captures and {MAX_PROXIES} relays at a time, asked for "
-                f"{captures} and {relays}: take `capture: mirror`, or another eavesdropper"
+                f"{captures} and {proxies}: take `capture: mirror`, or another eavesdropper"
             )
         self._opening.append(len(routes))
         try:
@@ -197,71 +201,71 @@ class CaptureRegistry:
         finally:
             self._opening.remove(len(routes))
 
-    def _between(
-        self, route: eavesdropper_pb2.Route, file: CaptureWriter, who: Participants, before: int = 0
+    def _build_proxy(
+        self, route: eavesdropper_pb2.Route, file: CaptureWriter, participants: Participants, before: int = 0
     ) -> GrpcProxy | TcpProxy:
-        """What stands between two learners, where so many streams, or connections, of theirs were recorded before."""
+        """Build the proxy of an edge of which `before` streams (wiretap: connections) were recorded before."""
         if file.ciphertext is not None:
             return TcpProxy(route, file, connection_count=before, credentials=self._credentials)
-        ends, refused = who.get_end_names(route), self.refusals
+        ends, refused = participants.get_end_names(route), self.refusals
         return GrpcProxy(
             route, file, stream_count=before, end_names=ends, credentials=self._credentials, refusals=refused
         )
 
-    def _recording(self, file: CaptureWriter, relays: list[GrpcProxy | TcpProxy]) -> CaptureSession:
-        who = Participants.from_spec(file.spec)
-        recording = self.sessions[file.capture_id] = CaptureSession(file, relays, Tasks(), who)
-        recording.writer_tasks.start(file.write_parts(), "a capture is no longer written")
-        log.info("capture opened", capture=file.capture_id, relays=len(relays), folder=file.storage_folder.name)
-        return recording
+    def _start_session(self, file: CaptureWriter, proxies: list[GrpcProxy | TcpProxy]) -> CaptureSession:
+        participants = Participants.from_spec(file.spec)
+        session = self.sessions[file.capture_id] = CaptureSession(file, proxies, Tasks(), participants)
+        session.writer_tasks.start(file.write_parts(), "a capture is no longer written")
+        log.info("capture opened", capture=file.capture_id, relays=len(proxies), folder=file.storage_folder.name)
+        return session
 
-    async def _take_up(self, run_id: str) -> CaptureSession | None:
-        """A capture that an eavesdropper before this one left open; None: there is none."""
+    async def _resume(self, run_id: str) -> CaptureSession | None:
+        """Resume a capture that an earlier eavesdropper left open; None if there is none."""
         left = await asyncio.to_thread(find_open_capture, self._folder, run_id)
         if left is None:
             return None
         file, before = await asyncio.to_thread(resume_capture, left, allow_imports=self._allow_imports)
         await file.write_metadata()
-        who = Participants.from_spec(file.spec)
+        participants = Participants.from_spec(file.spec)
 
-        def known() -> Iterator[tuple[GrpcProxy | TcpProxy, str]]:
+        def build_proxies() -> Iterator[tuple[GrpcProxy | TcpProxy, str]]:
             for each in file.routes:
                 route = eavesdropper_pb2.Route(caller=each["caller"], callee=each["callee"], target=each["target"])
-                yield self._between(route, file, who, before.get((route.caller, route.callee), 0)), each["address"]
+                count = before.get((route.caller, route.callee), 0)
+                yield self._build_proxy(route, file, participants, count), each["address"]
 
-        relays, _ = await _listening(
-            known()
-        )  # a port that is taken may be free later, and then the others must be, too
-        return self._recording(file, relays)
+        # All or none: a port in use may be free later, and then the other ports must be free, too.
+        proxies, _ = await _start_proxies(build_proxies())
+        return self._start_session(file, proxies)
 
 
-async def _listening(
+async def _start_proxies(
     wanted: Iterable[tuple[GrpcProxy | TcpProxy, str]],
 ) -> tuple[list[GrpcProxy | TcpProxy], list[str]]:
-    """Let relays listen, all or none, each made when its turn comes: others are served in between.
+    """Start all proxies or none. They are built one by one, so that other calls are served in between.
 
     Args:
-        wanted: relays, made one by one, and where each is to listen.
+        wanted: proxies, built lazily, with the listen address of each.
 
     Returns:
-        The relays, and where they listen.
+        The proxies, and their actual addresses.
 
     Raises:
-        SottovoceError: one of them cannot.
+        SottovoceError: a proxy cannot listen.
     """
-    relays, addresses = list[GrpcProxy | TcpProxy](), list[str]()
+    proxies, addresses = list[GrpcProxy | TcpProxy](), list[str]()
     try:
-        for relay, listen in wanted:
-            relays.append(relay)
-            addresses.append(await relay.open(listen))
+        for proxy, listen in wanted:
+            proxies.append(proxy)
+            addresses.append(await proxy.open(listen))
     except BaseException:
-        await asyncio.gather(*(relay.stop() for relay in relays))
+        await asyncio.gather(*(proxy.stop() for proxy in proxies))
         raise
-    return relays, addresses
+    return proxies, addresses
 
 
-def _sent_of(capture: Capture) -> list[SentRounds]:
-    """How far learners were in a capture.
+def _build_sent_rounds(capture: Capture) -> list[SentRounds]:
+    """Return how far learners were in a capture.
 
     Raises:
         CaptureError: it cannot be read.
@@ -277,12 +281,12 @@ def _sent_of(capture: Capture) -> list[SentRounds]:
     return found
 
 
-def _route(route: eavesdropper_pb2.Route, address: str) -> dict[str, Any]:
-    """As it is written down."""
+def _describe_route(route: eavesdropper_pb2.Route, address: str) -> dict[str, Any]:
+    """Return a route as `capture.json` holds it."""
     return {"caller": route.caller, "callee": route.callee, "target": route.target, "address": address}
 
 
-def _begin(
+def _create_writer(
     folder: str, capture_id: str, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, *, allow_imports: bool
 ) -> CaptureWriter:
     if request.world > _MAX_WORLD or request.replica > _MAX_REPLICA:

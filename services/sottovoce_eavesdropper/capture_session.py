@@ -1,9 +1,9 @@
-"""A capture that is being recorded: what feeds it, and whether all has come that will.
+"""A capture that is being recorded: its proxies, its writer, and whether all expected messages have arrived.
 
-A capture that an eavesdropper left open when it died is taken up again: same folder, same ports, the gap named. Of a capture
-by wiretap it is unknown which rounds lay in memory then: all of its ways are named, and it is never complete.
+A capture that an eavesdropper left open when it died is resumed: same folder, same ports, the gap recorded. In a wiretap capture
+it is unknown which rounds were in memory then: all of its channels get a gap, and it is never complete.
 
-What learners copy (mirror) is checked: any process may call, and one row that fits no column would end a capture.
+Copies that learners send (mirror) are validated: any process may send them, and one row that fits no column would end a capture.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class CaptureSession:
-    """A capture, the relays or wiretaps that feed it, and its writer; and whether all have ended that mirror into it."""
+    """A capture, the relays or wiretaps that feed it, its writer, and the state of its mirror streams."""
 
     writer: CaptureWriter
     proxies: list[GrpcProxy | TcpProxy]
@@ -58,30 +58,30 @@ class CaptureSession:
 
     @contextlib.contextmanager
     def track_mirror_stream(self, sender: int) -> Iterator[None]:
-        """While a learner copies what it says."""
+        """Track a stream of a learner's copies during the block."""
         self.mirror_end_event.clear()
         self.writer.gaps.begin_stream(sender)
-        well = False
+        is_complete = False
         try:
             yield
-            well = True
+            is_complete = True
         finally:
-            self.writer.gaps.end_stream(sender, is_complete=well)
+            self.writer.gaps.end_stream(sender, is_complete=is_complete)
             if not self.has_pending_copies:
                 self.mirror_end_event.set()
 
     def require_opener(self, caller: str) -> None:
-        """A capture is its coordinator's.
+        """Require that the caller is the coordinator that opened the capture.
 
         Raises:
-            PermissionDenied: another one asks.
+            PermissionDenied: another one opened it.
         """
         if caller != self.writer.opener:
             raise PermissionDenied(f"the capture is of {self.writer.opener or 'a coordinator without an identity'}")
 
     @property
     def has_pending_copies(self) -> bool:
-        """Copies may be on their way: of a learner that has more, or has not begun, for its run was short."""
+        """Return whether copies may still arrive, also of a learner that has not begun, because its run was short."""
         gaps = self.writer.gaps
         return gaps.has_pending_copies or (
             self.participants.is_mirrored
@@ -89,43 +89,43 @@ class CaptureSession:
         )
 
     async def redirect_routes(self, routes: Iterable[eavesdropper_pb2.Route]) -> None:
-        """Some learners are at other addresses than before."""
+        """Redirect proxies to learners that have moved to other addresses."""
         targets = {(route.caller, route.callee): route.target for route in routes}
         known = [(each["caller"], each["callee"]) for each in self.writer.routes]
         now = [
-            {**each, "target": targets.get(way, each["target"])}
-            for each, way in zip(self.writer.routes, known, strict=True)
+            {**each, "target": targets.get(channel, each["target"])}
+            for each, channel in zip(self.writer.routes, known, strict=True)
         ]
         if now != list(self.writer.routes):
             self.writer.routes = now
-            await self.writer.write_metadata()  # for an eavesdropper after this one
-        # Whoever asked may have given up while that was written, and asks again.
-        for relay, each in zip(self.proxies, now, strict=True):
-            await relay.redirect(each["target"])
+            await self.writer.write_metadata()  # for an eavesdropper that resumes the capture
+        # Also without a change: a caller that gave up during the write asks again.
+        for proxy, each in zip(self.proxies, now, strict=True):
+            await proxy.redirect(each["target"])
 
     async def reconfigure(self, spec: str) -> None:
-        """Learners leave or join: the run has another spec from now on."""
+        """Replace the run's spec after learners have left or joined."""
         if spec != self.writer.spec:
             self.writer.reconfigure(spec)
             await self.writer.write_metadata()
 
     def record_copies(self, request: eavesdropper_pb2.MirrorRequest, rows: Iterable[CaptureRow]) -> None:
-        """Record copies."""
+        """Record mirrored copies."""
         for row in rows:
             self.writer.add_row(row)
         for message in request.messages:
-            with contextlib.suppress(RemoteProtocolError):  # bytes of no round: what is wrong with them is noticed
+            with contextlib.suppress(RemoteProtocolError):  # not a round: the online checks report it
                 self.writer.gaps.record_round(request.sender, t=self.writer.codec.decode(message.payload)[0])
 
     async def close(self, drain_timeout_s: float, *, has_run_ended: bool = True) -> None:
-        """Let mirrored copies on their way arrive and the last calls end, write the rest."""
+        """Wait for mirrored copies and the last calls, then write the rest."""
         if self.is_closed:
             return
         if self.has_pending_copies and drain_timeout_s:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(drain_timeout_s):
                     await self.mirror_end_event.wait()
-        await asyncio.gather(*(relay.stop() for relay in self.proxies))
+        await asyncio.gather(*(proxy.stop() for proxy in self.proxies))
         await self.writer_tasks.end(WRITE_TIMEOUT_S)
         if has_run_ended and self.participants.is_mirrored:
             self.writer.gaps.expect_learners(len(self.participants.names))
@@ -142,9 +142,9 @@ class CaptureSession:
 # ---- captures that were left open ------------------------------------------------------------------------------------
 
 
-def find_open_capture(place: str | Path, run_id: str) -> Capture | None:
-    """The capture of a run that was not closed; None: there is none."""
-    folder = open_folder(place)
+def find_open_capture(location: str | Path, run_id: str) -> Capture | None:
+    """Find the capture of a run that was not closed; None if there is none."""
+    folder = open_folder(location)
     for name in folder.list_names():
         if not name.startswith(f"{run_id}-"):
             continue
@@ -158,50 +158,50 @@ def find_open_capture(place: str | Path, run_id: str) -> Capture | None:
 
 
 def compute_sent_rounds(capture: Capture) -> dict[int, tuple[int, int]]:
-    """How far each learner was in a capture, by its index: one more than its last round, and when that passed, in nanoseconds.
+    """Return for each learner index one more than its last sent round, and the time of that in nanoseconds.
 
-    Of what was sent again a capture may have an older round last; so the newest parts are read until every learner was seen, and
-    as many messages as a learner may have to send again.
+    The last round in a capture may be a resent, older one: so the newest parts are read until every learner was seen, and as many
+    messages as a learner may have to resend.
 
     Raises:
         CaptureError: a part cannot be read.
     """
     found = dict[int, tuple[int, int]]()
-    if not capture.shapes or capture.ciphertext is not None:  # of no run of ours, or nothing that can be read
+    if not capture.shapes or capture.ciphertext is not None:  # not a run of ours, or not readable
         return found
     codec, rounds, read = RoundCodec(capture.shapes), capture.metadata["spec"].get("rounds"), 0
-    most = rounds if isinstance(rounds, int) else UNBOUNDED_ROUNDS
+    max_rounds = rounds if isinstance(rounds, int) else UNBOUNDED_ROUNDS
     for part in sorted(filter(None, map(parse_part_number, capture.folder.list_names())), reverse=True):
         columns = ("caller", "callee", "sender", "kind", "method", "wall_ns", "payload")
         for _, batch in capture.read_parts(columns, part.__eq__):
             read += len(batch)
-            for sender, t, at in _said(codec, batch):
-                if t < most and t + 1 > found.get(sender, (0, 0))[0]:
+            for sender, t, at in _read_sent_messages(codec, batch):
+                if t < max_rounds and t + 1 > found.get(sender, (0, 0))[0]:
                     found[sender] = t + 1, at
         if read >= MAX_REMEMBERED_MESSAGES and len(found) == len(capture.names):
             break
     return found
 
 
-def _said(codec: RoundCodec, batch: pa.RecordBatch) -> Iterator[tuple[int, int, int]]:
-    """Messages that a learner sent as itself: who, round, and when."""
+def _read_sent_messages(codec: RoundCodec, batch: pa.RecordBatch) -> Iterator[tuple[int, int, int]]:
+    """Yield sender, round and time of the messages that learners sent under their own index."""
     import pyarrow.compute as pc
 
-    said = batch.filter(pc.equal(batch.column("kind"), "message"))
-    rows, rounds, claimed, _ = codec.decode_many(said.column("payload").to_pylist())
-    senders, walls = (said.column(name).to_numpy()[rows] for name in ("sender", "wall_ns"))
-    methods = said.column("method").to_pylist()
-    told = zip(rows.tolist(), senders.tolist(), claimed.tolist(), rounds.tolist(), walls.tolist(), strict=True)
+    messages = batch.filter(pc.equal(batch.column("kind"), "message"))
+    rows, rounds, claimed, _ = codec.decode_many(messages.column("payload").to_pylist())
+    senders, walls = (messages.column(name).to_numpy()[rows] for name in ("sender", "wall_ns"))
+    methods = messages.column("method").to_pylist()
+    decoded = zip(rows.tolist(), senders.tolist(), claimed.tolist(), rounds.tolist(), walls.tolist(), strict=True)
     yield from (
-        (sender, t, at) for row, sender, name, t, at in told if sender == name and methods[row] in EXCHANGE_METHODS
+        (sender, t, at) for row, sender, name, t, at in decoded if sender == name and methods[row] in EXCHANGE_METHODS
     )
 
 
 def resume_capture(capture: Capture, *, allow_imports: bool) -> tuple[CaptureWriter, Mapping[tuple[int, int], int]]:
-    """A capture to be written on, and how many streams of each edge it has; by wiretap, how many connections.
+    """Prepare a capture for further recording; return its writer and the number of streams (wiretap: connections) of each edge.
 
     Raises:
-        CaptureError: what stands of it cannot be read.
+        CaptureError: the capture cannot be read.
         OSError: it cannot be written.
     """
     facts = capture.metadata
@@ -219,44 +219,46 @@ def resume_capture(capture: Capture, *, allow_imports: bool) -> tuple[CaptureWri
         part_count=max(map(parse_part_number, capture.folder.list_names()), default=0),
     )
     file.opener = facts["opener"]
-    file.checks.detection_count = facts["noticed_count"]
-    file.checks.first_detections = [Detection(**finding) for finding in facts["noticed"]]
+    file.checks.detection_count = facts["detection_count"]
+    file.checks.first_detections = [Detection(**finding) for finding in facts["detections"]]
     file.checks.contradiction = next((each.text for each in file.checks.first_detections if each.is_contradiction), "")
-    for gap in facts["gaps"]:  # of channels; those of copies follow from the rounds that came
+    for gap in facts["gaps"]:  # only gaps of channels: those of copies follow from the recorded rounds
         if "receiver" in gap and gap["to"] is not None:
             file.gaps.resume_channel(gap["sender"], gap["receiver"], next_round=gap["from"], t=gap["to"])
-    seen = _count(file, capture)
+    content = _count_rows(file, capture)
     if file.ciphertext is not None:
         file.is_interrupted = True
-        return file, seen.streams
-    # Payloads are read only where they say something: a long run's relays must not wait until all of it was read.
-    latest = _latest(seen.rows)
-    needed = latest | set(seen.last.values()) if file.routes else set(seen.rows)  # copies: each round that is missing
-    _note_rounds(file, capture, needed, latest)
-    return file, seen.streams
+        return file, content.streams
+    # Payloads are read only where needed: the relays of a long run must not wait until all of it was read.
+    latest = _find_latest_parts(content.rows)
+    needed = (
+        latest | set(content.last_parts.values()) if file.routes else set(content.rows)
+    )  # copies: every missing round
+    _record_rounds(file, capture, needed, latest)
+    return file, content.streams
 
 
 @dataclass(slots=True)
-class _Seen:
-    """What stands in the parts: rows of each, streams of each edge, and in which part a sender was last heard on an edge."""
+class _RecordedContent:
+    """Content of a capture's parts: rows of each part, streams of each edge, and the last part with a sender on an edge."""
 
     rows: dict[int, int] = field(default_factory=dict)
     streams: dict[tuple[int, int], int] = field(default_factory=dict)
-    last: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    last_parts: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
 
-def _count(file: CaptureWriter, capture: Capture) -> _Seen:
-    """Count what was recorded: messages and streams; of a wiretap ciphertext and connections."""
+def _count_rows(file: CaptureWriter, capture: Capture) -> _RecordedContent:
+    """Restore the writer's counts: messages and streams; for a wiretap ciphertext records and connections."""
     import pyarrow.compute as pc
 
-    seen, counts = _Seen(), file.ciphertext
+    content, counts = _RecordedContent(), file.ciphertext
     kind, number = ("message", "stream") if counts is None else ("ciphertext", "connection")
     for part, batch in capture.read_parts(("caller", "callee", "sender", "kind", number, "size")):
-        seen.rows[part] = seen.rows.get(part, 0) + len(batch)
-        for each in _groups(batch, ("caller", "callee"), [(number, "max")]):
-            way = each["caller"], each["callee"]
-            seen.streams[way] = max(seen.streams.get(way, 0), each[f"{number}_max"])
-        for each in _groups(batch, ("kind",), [("size", "sum"), ("size", "count")]):
+        content.rows[part] = content.rows.get(part, 0) + len(batch)
+        for each in _aggregate(batch, ("caller", "callee"), [(number, "max")]):
+            edge = each["caller"], each["callee"]
+            content.streams[edge] = max(content.streams.get(edge, 0), each[f"{number}_max"])
+        for each in _aggregate(batch, ("kind",), [("size", "sum"), ("size", "count")]):
             if counts is not None:
                 counts.add_rows(each["kind"], each["size_sum"], each["size_count"])
             elif each["kind"] == kind:
@@ -264,22 +266,22 @@ def _count(file: CaptureWriter, capture: Capture) -> _Seen:
                     file.message_count + each["size_count"],
                     file.byte_count + each["size_sum"],
                 )
-        said = batch.filter(pc.equal(batch.column("kind"), kind))
-        for each in _groups(said, ("caller", "callee", "sender"), [("size", "sum"), ("size", "count")]):
-            seen.last[each["caller"], each["callee"], each["sender"]] = part
+        counted = batch.filter(pc.equal(batch.column("kind"), kind))
+        for each in _aggregate(counted, ("caller", "callee", "sender"), [("size", "sum"), ("size", "count")]):
+            content.last_parts[each["caller"], each["callee"], each["sender"]] = part
             file.count_traffic(each["caller"], each["callee"], each["sender"], each["size_sum"], each["size_count"])
-    return seen
+    return content
 
 
-def _groups(batch: pa.RecordBatch, keys: Sequence[str], sums: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+def _aggregate(batch: pa.RecordBatch, keys: Sequence[str], sums: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     import pyarrow as pa
 
     found: list[dict[str, Any]] = pa.Table.from_batches([batch]).group_by(list(keys)).aggregate(list(sums)).to_pylist()
     return found
 
 
-def _latest(rows: Mapping[int, int]) -> set[int]:
-    """The last parts, with as many rows as messages are remembered where memory is bounded."""
+def _find_latest_parts(rows: Mapping[int, int]) -> set[int]:
+    """Return the last parts that together have as many rows as the online checks remember messages."""
     found, held = set[int](), 0
     for part in sorted(rows, reverse=True):
         if held >= MAX_REMEMBERED_MESSAGES:
@@ -289,49 +291,50 @@ def _latest(rows: Mapping[int, int]) -> set[int]:
     return found
 
 
-def _note_rounds(file: CaptureWriter, capture: Capture, needed: Collection[int], latest: Collection[int]) -> None:
+def _record_rounds(file: CaptureWriter, capture: Capture, needed: Collection[int], latest: Collection[int]) -> None:
+    """Restore which rounds were recorded on each channel, and the messages that the online checks remember."""
     import pyarrow.compute as pc
 
     for route in file.routes:
-        way = route["caller"], route["callee"]
-        file.awaited_rounds |= {way: 0, way[::-1]: 0}
+        channel = route["caller"], route["callee"]
+        file.awaited_rounds |= {channel: 0, channel[::-1]: 0}
     for part, batch in capture.read_parts(("caller", "callee", "sender", "kind", "payload"), needed.__contains__):
-        said = batch.filter(pc.equal(batch.column("kind"), "message"))
-        payloads = said.column("payload").to_pylist()
+        messages = batch.filter(pc.equal(batch.column("kind"), "message"))
+        payloads = messages.column("payload").to_pylist()
         rows, rounds, _, _ = file.codec.decode_many(payloads)
-        caller, callee, sender = (said.column(name).to_numpy()[rows] for name in ("caller", "callee", "sender"))
-        ways = zip(sender.tolist(), (caller + callee - sender).tolist(), strict=True)
-        for row, way, t in zip(rows.tolist(), ways, rounds.tolist(), strict=True):
+        caller, callee, sender = (messages.column(name).to_numpy()[rows] for name in ("caller", "callee", "sender"))
+        channels = zip(sender.tolist(), (caller + callee - sender).tolist(), strict=True)
+        for row, channel, t in zip(rows.tolist(), channels, rounds.tolist(), strict=True):
             if part in latest:
-                file.checks.remember_round(*way, t, payloads[row])
-            _note_round(file, way, t)
+                file.checks.remember_round(*channel, t, payloads[row])
+            _record_round(file, channel, t)
 
 
-def _note_round(file: CaptureWriter, way: tuple[int, int], t: int) -> None:
+def _record_round(file: CaptureWriter, channel: tuple[int, int], t: int) -> None:
     if file.routes:
-        file.awaited_rounds[way] = max(file.awaited_rounds[way], t + 1)
+        file.awaited_rounds[channel] = max(file.awaited_rounds[channel], t + 1)
     else:
-        file.gaps.expect_sender(way[0])
-        file.gaps.record_round(way[0], t=t)
+        file.gaps.expect_sender(channel[0])
+        file.gaps.record_round(channel[0], t=t)
 
 
 # ---- copies of learners ----------------------------------------------------------------------------------------------
 
 
 _MAX_COPIES_PER_REQUEST = 1_024
-"""In one request: learners send far fewer at a time."""
+"""Maximum number of copies in one request; learners send far fewer."""
 _MAX_INDEX, _MAX_TIME_NS = 2**31 - 1, 2**63 - 1
-"""Within the columns of a capture."""
+"""Largest values that the columns of a capture hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Participants:
-    """Who may be in a capture.
+    """Allowed participants of a capture.
 
     Attributes:
-        learners: how many; as many as a column holds where nobody said.
-        mirrored: whether learners send copies. Else a relay hears them, and a copy is somebody else's forgery.
-        names: of the learners, in their order; empty where nobody said, or so many that no run has them.
+        learner_count: number of learners; if unknown, the largest that a column holds.
+        is_mirrored: learners send copies. In a relayed run, a copy would be forged.
+        names: names of the learners in order; empty if unknown, or too many for any run.
     """
 
     learner_count: int
@@ -340,29 +343,29 @@ class Participants:
 
     @classmethod
     def from_spec(cls, spec: str) -> Participants:
-        """Read off a run spec as a document, JSON; it need not be valid."""
+        """Read participants from a run spec, a JSON document that need not be valid."""
         document = json.loads(spec)
         fields = document if isinstance(document, dict) else {}
-        told = fields.get("learners")
-        n = told if isinstance(told, int) else len(told) if isinstance(told, list) else 0
+        learners = fields.get("learners")
+        n = learners if isinstance(learners, int) else len(learners) if isinstance(learners, list) else 0
         n = n if 0 < n <= _MAX_INDEX else _MAX_INDEX
-        names = resolve_learner_names(told) if isinstance(told, int | list) and n <= MAX_LEARNERS else ()
+        names = resolve_learner_names(learners) if isinstance(learners, int | list) and n <= MAX_LEARNERS else ()
         names = names if all(isinstance(name, str) for name in names) else ()
         return cls(n, fields.get("capture") == "mirror", names)
 
     def require_sender(self, index: int, caller: Principal | None) -> None:
-        """A learner that has shown a certificate speaks for itself; others cannot be told apart.
+        """Require that a learner with a certificate sends copies of its own messages; others cannot be told apart.
 
         Raises:
-            PermissionDenied: it speaks for another one.
+            PermissionDenied: it sends them for another learner.
         """
         if caller is not None and not caller.is_one_of(
             *(f"{Role.LEARNER}/{name}" for name in self.names[index : index + 1])
         ):
-            raise PermissionDenied(f"{caller} must not speak for {format_learner_name(self.names, index)}")
+            raise PermissionDenied(f"{caller} must not send copies for {format_learner_name(self.names, index)}")
 
     def require_learners(self, *indices: int) -> None:
-        """Refuse whoever is not one of them.
+        """Require valid learner indices.
 
         Raises:
             RemoteProtocolError: there is no such learner.
@@ -371,30 +374,32 @@ class Participants:
             raise RemoteProtocolError(f"the capture is of {self.learner_count} learners, got learner {wrong[0]}")
 
     def get_end_names(self, route: eavesdropper_pb2.Route) -> tuple[str, str]:
-        """The names of who opens a stream and who accepts it; empty where nobody said."""
+        """Return the names of the learners that open and accept the stream of a route; empty if unknown."""
         known = self.names if max(route.caller, route.callee) < len(self.names) else ()
         return (known[route.caller], known[route.callee]) if known else ("", "")
 
     def build_rows(self, request: eavesdropper_pb2.MirrorRequest) -> list[CaptureRow]:
-        """One for each receiver of each message, as a relay would have it, but without metadata or its own times.
+        """Build one row per receiver of each copied message, as a relay would, but without metadata and arrival times of its own.
 
         Raises:
-            RemoteProtocolError: the capture takes no copies, or one that is none of this run's. Nothing of it is kept.
+            RemoteProtocolError: the capture takes no copies, or one is not valid for this run. Then nothing is recorded.
         """
         if not self.is_mirrored:
-            raise RemoteProtocolError("copies are taken where the run's capture is `mirror`, got a run of another one")
+            raise RemoteProtocolError(
+                "copies are accepted only for runs with `capture: mirror`, got a run of another one"
+            )
         self.require_learners(request.sender)
         if len(request.messages) > _MAX_COPIES_PER_REQUEST:
             raise RemoteProtocolError(
                 f"a request must have at most {_MAX_COPIES_PER_REQUEST} copies, got {len(request.messages)}"
             )
         now = time.monotonic_ns()
-        return [row for message in request.messages for row in self._rows(request.sender, message, now)]
+        return [row for message in request.messages for row in self._build_message_rows(request.sender, message, now)]
 
-    def _rows(self, sender: int, message: eavesdropper_pb2.MirroredMessage, now: int) -> list[CaptureRow]:
+    def _build_message_rows(self, sender: int, message: eavesdropper_pb2.MirroredMessage, now: int) -> list[CaptureRow]:
         if len(message.receivers) > min(self.learner_count, MAX_LEARNERS):
             raise RemoteProtocolError(
-                f"a message of {self.learner_count} learners goes to fewer, got {len(message.receivers)}"
+                f"a message must have fewer receivers than the {self.learner_count} learners, got {len(message.receivers)}"
             )
         self.require_learners(*message.receivers)
         wall, size = 10**9 * message.sent_at.seconds + message.sent_at.nanos, len(message.payload)

@@ -1,10 +1,10 @@
-"""Writing captures: a folder with `capture.json` and numbered Parquet parts, each complete in itself.
+"""Writer of captures: a folder with `capture.json` and numbered Parquet parts, each readable by itself.
 
-A part is there whole or not at all (`storage`), so that whatever stands there can be read, however the process ended. At
-most what was in memory is lost: what came since the last part that is there was begun. That is `_PART_INTERVAL_S` seconds and the time
-that one part takes to be written, or fewer where `MAX_PART_ROWS` messages fill a part.
+A part is written whole or not at all (`storage`), so that every part can be read, however the process ended. At most the rows
+in memory are lost: those recorded since the last written part was begun. That is `_PART_INTERVAL_S` seconds and the time to write
+one part, or less if `MAX_PART_ROWS` messages fill a part.
 
-Columns: those of a `Row`, and `run, world, replica`, the same in all rows of a capture.
+Columns: those of a `CaptureRow`, and `run, world, replica`, which are equal in all rows of a capture.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ log = structlog.get_logger()
 
 MAX_PART_ROWS, MAX_PART_BYTES, _PART_INTERVAL_S = 8_192, 64 * 1024 * 1024, 1.0
 _MAX_BUFFERED_ROWS = 8 * MAX_PART_ROWS
-"""Rows in memory: of a wiretap they hold no bytes, and a byte on the wire may be a row."""
+"""Maximum number of rows in memory: a wiretap's rows hold no bytes, and each byte on the wire may be a row."""
 WRITE_TIMEOUT_S = 30.0
-"""How long a part under way may take to be written when a capture ends."""
+"""Time to finish a part when a capture ends."""
 
 
 def build_schema() -> pa.Schema:
-    """The columns of a part."""
+    """Return the columns of a part."""
     import pyarrow as pa
 
     return pa.schema(
@@ -61,7 +61,7 @@ def build_schema() -> pa.Schema:
             ("mono_ns", pa.int64()),
             ("size", pa.int64()),
             ("payload", pa.binary()),
-            ("again", pa.bool_()),
+            ("is_repeat", pa.bool_()),
             ("run", pa.dictionary(pa.int8(), pa.string())),
             ("world", pa.int8()),
             ("replica", pa.int32()),
@@ -70,24 +70,24 @@ def build_schema() -> pa.Schema:
 
 
 def format_part_name(number: int) -> str:
-    """The file of a part; parts count from 1."""
+    """Return the file name of a part; parts count from 1."""
     return f"part-{number:06d}.parquet"
 
 
 def parse_part_number(name: str) -> int:
-    """The number of a part's file; 0: it is none."""
+    """Return the number of a part by its file name; 0 if it is not one."""
     found = re.fullmatch(r"part-(\d{6,})\.parquet", name)
     return 0 if found is None else int(found[1])
 
 
 @dataclass(slots=True)
 class CiphertextCounts:
-    """What a wiretap noted.
+    """Counts of a wiretap.
 
     Attributes:
-        connections: that were opened.
-        records: of TLS; where there is none, of what came at a time.
-        bytes: of all records, with their headers.
+        connections: opened connections.
+        records: TLS records; without TLS, chunks as they were read.
+        bytes: bytes of all records, headers included.
     """
 
     connections: int = 0
@@ -95,7 +95,7 @@ class CiphertextCounts:
     bytes: int = 0
 
     def add_rows(self, kind: str, size: int, times: int = 1) -> None:
-        """So many rows of a kind, and the bytes of all of them."""
+        """Count rows of a kind; `size` is the total of their bytes."""
         if kind == "opened":
             self.connections += times
         elif kind == "ciphertext":
@@ -104,28 +104,28 @@ class CiphertextCounts:
 
 @dataclass(slots=True)
 class CaptureWriter:
-    """One capture being written.
+    """Writer of one capture.
 
     Attributes:
-        folder: where it stands: a path, or a URL for fsspec.
-        capture_id, run_id: whose it is.
-        spec: the run spec, JSON.
-        n_features: of a record; 0 where nobody said.
-        world, replica: what the capture is one of, in an audit; None where nobody said.
-        allow_imports: whether the spec may name code to import.
-        fields: of a round, in their order, and their shapes; none: the capture is of no run of ours.
-        routes: of the relays: caller, callee, target, and the address where each listens.
-        gaps: in what is mirrored, or was relayed while the eavesdropper was away.
-        opener: who asked for it, `role/name`; empty: nobody who has shown a certificate.
-        awaited: of a capture that is taken up again: (sender, receiver) to the round that is due, until one comes.
-        interrupted: an eavesdropper before this one died, of a capture by wiretap: nobody knows which rounds passed then.
-        parts: so many are written.
-        messages, bytes: counts of messages (neither hellos nor metadata).
-        ways: the same counts, from (sender, receiver), of a run of ours; of a wiretap, records of TLS.
-        ciphertext: counts of what a wiretap noted; None: the capture is by none.
-        place: the folder, opened.
-        codec: of rounds of these fields.
-        broken: why nothing more can be written; None: all could be.
+        folder: location of the capture: a path, or a URL for fsspec.
+        capture_id, run_id: ids of the capture and its run.
+        spec: run spec, JSON.
+        n_features: features of a record; 0 if unknown.
+        world, replica: labels of the capture in an audit; None if there are none.
+        allow_imports: allow the spec to name code to import.
+        fields: fields of a round in order, with their shapes; empty if the capture is not of a run of ours.
+        routes: caller, callee, target, and listen address of each proxy.
+        gaps: missing rounds, in copies or while no eavesdropper relayed.
+        opener: principal that opened the capture, `role/name`; empty for one without a certificate.
+        awaited_rounds: for a resumed capture, next round of each (sender, receiver) until a message arrives.
+        is_interrupted: an earlier eavesdropper died in this wiretap capture: unknown rounds are missing.
+        part_count: number of written parts.
+        message_count, byte_count: recorded messages (without hellos and metadata) and their bytes.
+        channel_traffic: the same counts by (sender, receiver), for a run of ours; for a wiretap, of TLS records.
+        ciphertext: counts of a wiretap; None for other captures.
+        storage_folder: the opened folder.
+        codec: codec of rounds of these fields.
+        write_error: why nothing more can be written; None if there was no error.
     """
 
     folder: str | Path
@@ -153,10 +153,10 @@ class CaptureWriter:
     codec: RoundCodec = field(init=False)
     checks: CaptureChecks = field(init=False)
     _rows: list[CaptureRow] = field(default_factory=list)
-    _held: int = 0
+    _buffered_bytes: int = 0
     _complete: bool = False
-    _due: list[Sequence[CaptureRow]] = field(default_factory=list)  # looked at, and not yet in the store
-    _away: bool = False
+    _due: list[Sequence[CaptureRow]] = field(default_factory=list)  # checked, and not yet stored
+    _is_store_away: bool = False
     _full: asyncio.Event = field(default_factory=asyncio.Event)
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _closing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -168,15 +168,15 @@ class CaptureWriter:
         self.checks = CaptureChecks(
             self.capture_id, spec, self.n_features, self.fields, allow_imports=self.allow_imports
         )
-        self.gaps.participations = _attendances(spec)
+        self.gaps.participations = _compute_participations(spec)
         self.ciphertext = CiphertextCounts() if is_tapped(spec) else None
         self.storage_folder = open_folder(self.folder)
         self.storage_folder.make()
-        if not self.part_count:  # else what stands there is true until more is known
-            self._describe()
+        if not self.part_count:  # a resumed capture keeps its metadata until more is known
+            self._write_metadata()
 
     def add_row(self, row: CaptureRow) -> None:
-        """Keep a record; cheap, called for every message that passes."""
+        """Buffer a row; cheap, because it is called for every message that passes."""
         if not self.is_open:
             return
         self._rows.append(row)
@@ -185,52 +185,52 @@ class CaptureWriter:
             self.byte_count += row.size
             self.count_traffic(row.caller, row.callee, row.sender, row.size)
             if self.awaited_rounds:
-                self._note_gap(row)
+                self._end_gap(row)
         elif self.ciphertext is not None:
             self.ciphertext.add_rows(row.kind, row.size)
             if row.kind == "ciphertext":
                 self.count_traffic(row.caller, row.callee, row.sender, row.size)
-        self._held += len(row.payload)
-        if len(self._rows) >= MAX_PART_ROWS or self._held >= MAX_PART_BYTES:
+        self._buffered_bytes += len(row.payload)
+        if len(self._rows) >= MAX_PART_ROWS or self._buffered_bytes >= MAX_PART_BYTES:
             self._full.set()
 
     @property
     def buffer_size(self) -> tuple[int, int]:
-        """Rows in memory, and the bytes of what they hold."""
-        return len(self._rows), self._held
+        """Number of rows in memory, and of the bytes of their payloads."""
+        return len(self._rows), self._buffered_bytes
 
     def count_traffic(self, caller: int, callee: int, sender: int, size: int, times: int = 1) -> None:
-        """So many messages, or records of TLS, passed on an edge, and the bytes of all of them."""
-        if self.fields or self.ciphertext is not None:  # else who speaks is not known, nor how many there are
-            way = sender, caller + callee - sender
-            known, n_bytes = self.channel_traffic.get(way, (0, 0))
-            self.channel_traffic[way] = known + times, n_bytes + size
+        """Count messages, or TLS records, on an edge; `size` is the total of their bytes."""
+        if self.fields or self.ciphertext is not None:  # else the senders are unknown, and unbounded in number
+            channel = sender, caller + callee - sender
+            known, n_bytes = self.channel_traffic.get(channel, (0, 0))
+            self.channel_traffic[channel] = known + times, n_bytes + size
 
-    def _note_gap(self, row: CaptureRow) -> None:
-        """The first round of a way since the capture was taken up again."""
-        way = row.sender, row.caller + row.callee - row.sender
-        if way in self.awaited_rounds:
-            with contextlib.suppress(RemoteProtocolError):  # of no round: what is wrong with it is noticed
+    def _end_gap(self, row: CaptureRow) -> None:
+        """Record the gap that ends with the first round on a channel since the capture was resumed."""
+        channel = row.sender, row.caller + row.callee - row.sender
+        if channel in self.awaited_rounds:
+            with contextlib.suppress(RemoteProtocolError):  # not a round: the online checks report it
                 t, _, _ = self.codec.decode(row.payload)
-                self.gaps.resume_channel(*way, next_round=self.awaited_rounds.pop(way), t=t)
+                self.gaps.resume_channel(*channel, next_round=self.awaited_rounds.pop(channel), t=t)
 
     def reconfigure(self, spec: str) -> None:
-        """Learners leave or join: the run has another spec from now on, which says the same of what was recorded."""
+        """Replace the run's spec after learners have left or joined; it is the same for the rounds recorded so far."""
         self.spec, document = spec, json.loads(spec)
         self.checks.reconfigure(document)
-        self.gaps.participations = _attendances(document)
+        self.gaps.participations = _compute_participations(document)
 
     async def write_metadata(self) -> None:
-        """Write down what the capture is: one at a time, so that what stands there is whole, and the newest.
+        """Write `capture.json`. Writes are serialized, so that the last one has the newest content.
 
         Raises:
             OSError: it cannot be written.
         """
         async with self._writing:
-            await _to_its_end(self._describe)
+            await _run_to_end(self._write_metadata)
 
     async def write_parts(self) -> None:
-        """Write parts as they fill up, or a second after the last one was begun, until cancelled."""
+        """Write parts until cancelled: whenever one is full, at the latest a second after the last one was begun."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         while self.is_open:
@@ -242,92 +242,94 @@ class CaptureWriter:
             await self.flush()
 
     async def wait_for_buffer(self) -> None:
-        """Wait while two parts or more are in memory, or very many rows: the wire is faster than the disk."""
-        if self.is_open and (self._held >= 2 * MAX_PART_BYTES or len(self._rows) >= _MAX_BUFFERED_ROWS):
+        """Write now if two full parts or very many rows are in memory: then messages arrive faster than the disk writes."""
+        if self.is_open and (self._buffered_bytes >= 2 * MAX_PART_BYTES or len(self._rows) >= _MAX_BUFFERED_ROWS):
             await self.flush()
 
     async def flush(self) -> None:
         """Write what is in memory.
 
-        Where that fails the capture ends, and what stands of it says that it is not complete. A store that is away is waited for,
-        as long as two parts hold what it has not got.
+        After a failed write the capture ends, and stays marked as incomplete. An unreachable remote store is waited for, as long
+        as the unwritten rows fit in two parts.
         """
         async with self._writing:
-            rows, self._rows, self._held = self._rows, [], 0
+            rows, self._rows, self._buffered_bytes = self._rows, [], 0
             if not rows and not self._due:
                 return
             try:
-                await _to_its_end(lambda: self._write(rows))
-            except Exception as error:  # noqa: BLE001 - a full disk must not fill the memory as well, nor any bug
-                self._failed(error)
+                await _run_to_end(lambda: self._write(rows))
+            except Exception as error:  # noqa: BLE001 - neither a full disk nor a bug may let memory grow
+                self._handle_failure(error)
 
-    def _failed(self, error: Exception) -> None:
-        """A part could not be written."""
+    def _handle_failure(self, error: Exception) -> None:
+        """Keep unwritten rows if a remote store may come back, else end the capture."""
         reason = {"reason": str(error)} if isinstance(error, OSError) else describe_failure(error)
         held = sum(len(row.payload) for own in self._due for row in own)
-        few = held < 2 * MAX_PART_BYTES and sum(map(len, self._due)) < _MAX_BUFFERED_ROWS
-        if self.is_open and few and self.storage_folder.is_remote and isinstance(error, OSError):
-            if not self._away:
+        fits = held < 2 * MAX_PART_BYTES and sum(map(len, self._due)) < _MAX_BUFFERED_ROWS
+        if self.is_open and fits and self.storage_folder.is_remote and isinstance(error, OSError):
+            if not self._is_store_away:
                 log.error(
-                    "the store of a capture does not answer: held until it does", capture=self.capture_id, **reason
+                    "the store of a capture does not answer: rows are held until it does",
+                    capture=self.capture_id,
+                    **reason,
                 )
-            self._away = True
+            self._is_store_away = True
             return
         self.is_open, self._due = False, []
         self.write_error = (error.strerror or str(error)) if isinstance(error, OSError) else type(error).__name__
         log.error("capture cannot be written: nothing more is recorded", capture=self.capture_id, **reason)
 
     async def close(self, *, has_run_ended: bool = True) -> None:
-        """Write the rest; if all came and could be written, the capture is complete.
+        """Write the rest; the capture is complete if everything arrived and was written.
 
         Args:
-            over: False: its run may go on, and an eavesdropper after this one takes it up.
+            has_run_ended: False if its run may go on, with an eavesdropper that resumes the capture.
         """
         async with self._closing:
             self.is_open = False
             await self.flush()
-            await self._conclude(over=has_run_ended)
+            await self._write_end(has_run_ended=has_run_ended)
 
     async def flush_fully(self) -> None:
-        """Write what is in memory; of a capture that is being closed, all that it will ever say."""
+        """Write what is in memory; wait for the end of a capture that is being closed."""
         async with self._closing:
             await self.flush()
 
-    async def _conclude(self, *, over: bool) -> None:
-        """Write down how the capture ended."""
-        told = json.loads(self.spec).get("rounds", 0)
-        rounds = UNBOUNDED_ROUNDS if told is None else told if isinstance(told, int) else 0
-        for way, due in self.awaited_rounds.items():
-            ends = (each.end for i, each in self.gaps.participations.items() if i in way)
-            if 0 < due < min((rounds, *ends)):  # 0: in a network with directions nothing may ever pass there
-                self.gaps.resume_channel(*way, next_round=due, t=None)
+    async def _write_end(self, *, has_run_ended: bool) -> None:
+        """Write how the capture ended."""
+        spec_rounds = json.loads(self.spec).get("rounds", 0)
+        rounds = UNBOUNDED_ROUNDS if spec_rounds is None else spec_rounds if isinstance(spec_rounds, int) else 0
+        for channel, due in self.awaited_rounds.items():
+            ends = (each.end for i, each in self.gaps.participations.items() if i in channel)
+            if 0 < due < min((rounds, *ends)):  # 0: in a directed network the channel may never be used
+                self.gaps.resume_channel(*channel, next_round=due, t=None)
         for each in self.routes if self.is_interrupted else ():
-            for way in ((each["caller"], each["callee"]), (each["callee"], each["caller"])):
-                self.gaps.resume_channel(*way, next_round=0, t=None)
+            for channel in ((each["caller"], each["callee"]), (each["callee"], each["caller"])):
+                self.gaps.resume_channel(*channel, next_round=0, t=None)
         if self.write_error is None:
-            self._complete = over and not self.gaps.build_metadata()
+            self._complete = has_run_ended and not self.gaps.build_metadata()
             try:
                 await self.write_metadata()
             except OSError as error:
                 self._complete, self.write_error = False, error.strerror or str(error)
 
     def _write(self, rows: Sequence[CaptureRow]) -> None:
-        """In a thread: look at what was recorded, and write it in parts."""
-        noticed = self.checks.detection_count
-        self._due += _in_parts(self.checks.check_rows(rows))
+        """Check recorded rows, and write them in parts; runs in a thread."""
+        known = self.checks.detection_count
+        self._due += _split_into_parts(self.checks.check_rows(rows))
         while self._due:
             self.storage_folder.write(
-                format_part_name(self.part_count + 1), _part(self._due[0], self.run_id, self.world, self.replica)
+                format_part_name(self.part_count + 1), _encode_part(self._due[0], self.run_id, self.world, self.replica)
             )
             self.part_count += 1
             del self._due[0]
-        if self._away:
+        if self._is_store_away:
             log.info("the store of a capture answers again: nothing is lost", capture=self.capture_id)
-            self._away = False
-        if self.checks.detection_count > noticed:
-            self._describe()
+            self._is_store_away = False
+        if self.checks.detection_count > known:
+            self._write_metadata()
 
-    def _describe(self) -> None:
+    def _write_metadata(self) -> None:
         facts = {
             "format": CAPTURE_FORMAT,
             "capture_id": self.capture_id,
@@ -349,20 +351,20 @@ class CaptureWriter:
         self.storage_folder.write("capture.json", json.dumps(facts, indent=2).encode())
 
 
-async def _to_its_end(work: Callable[[], None]) -> None:
-    """Write in a thread, and await it when cancelled, too: a thread cannot be stopped half way."""
+async def _run_to_end(work: Callable[[], None]) -> None:
+    """Run blocking work in a thread; wait for its end even if cancelled, because a thread cannot be stopped half way."""
     writing = asyncio.get_running_loop().run_in_executor(None, work)
     try:
         await asyncio.shield(writing)
     except asyncio.CancelledError:
         await asyncio.wait([writing])
-        if (error := writing.exception()) is not None:  # of more weight: what it was to write is lost
+        if (error := writing.exception()) is not None:  # more important than the cancellation: data is lost
             raise error from None
         raise
 
 
-def _in_parts(rows: Sequence[CaptureRow]) -> Iterator[Sequence[CaptureRow]]:
-    """Runs of rows of at most `MAX_PART_ROWS`, and of `MAX_PART_BYTES` but for the last row."""
+def _split_into_parts(rows: Sequence[CaptureRow]) -> Iterator[Sequence[CaptureRow]]:
+    """Split rows into parts of at most `MAX_PART_ROWS` rows, and `MAX_PART_BYTES` not counting the last row."""
     begin, held = 0, 0
     for end, row in enumerate(rows, 1):
         held += len(row.payload)
@@ -371,8 +373,8 @@ def _in_parts(rows: Sequence[CaptureRow]) -> Iterator[Sequence[CaptureRow]]:
             begin, held = end, 0
 
 
-def _part(rows: Sequence[CaptureRow], run: str, world: int | None, replica: int | None) -> bytes:
-    """A part, as the bytes of its file."""
+def _encode_part(rows: Sequence[CaptureRow], run: str, world: int | None, replica: int | None) -> bytes:
+    """Encode a part as a Parquet file."""
     import pyarrow as pa
 
     labels = (run, -1 if world is None else world, -1 if replica is None else replica)
@@ -387,18 +389,18 @@ def _part(rows: Sequence[CaptureRow], run: str, world: int | None, replica: int 
     return content
 
 
-def _attendances(spec: Mapping[str, Any]) -> dict[int, Participation]:
-    """In which rounds learners take part, where some are away; nobody has checked the spec that came with a capture."""
+def _compute_participations(spec: Mapping[str, Any]) -> dict[int, Participation]:
+    """Return the rounds of each learner, if some have offline intervals; the spec of a capture may be invalid."""
     try:
-        told = spec["learners"]
-        if (told if isinstance(told, int) else len(told)) > MAX_LEARNERS or len(
+        learners = spec["learners"]
+        if (learners if isinstance(learners, int) else len(learners)) > MAX_LEARNERS or len(
             spec["absences"]
         ) > MAX_OFFLINE_INTERVALS:
-            return {}  # of no run of ours
-        roster, rounds = ParticipationSchedule.from_spec(spec), int(spec["rounds"] or UNBOUNDED_ROUNDS)
+            return {}  # not a run of ours
+        schedule, rounds = ParticipationSchedule.from_spec(spec), int(spec["rounds"] or UNBOUNDED_ROUNDS)
         return {
-            i: roster.learner_participation(i, rounds)
-            for i in range(len(roster.names) if roster.offline_intervals else 0)
+            i: schedule.learner_participation(i, rounds)
+            for i in range(len(schedule.names) if schedule.offline_intervals else 0)
         }
     except (ValueError, TypeError, KeyError):
         return {}

@@ -1,10 +1,10 @@
-"""The relay: stands in a learner's place for one edge, passes every byte on, and keeps a copy.
+"""gRPC proxy (relay) of one edge: takes the place of a learner, passes every byte on, and records a copy.
 
-It knows nothing of what passes: any gRPC method, any message; but that learners greet each other first, and sign what they
-said, which is recorded as what it is. One listening port per edge tells whose traffic it is. What it cannot pass on is what
-gRPC itself adds: `user-agent`, `:authority` and compression are the relay's own.
+It passes any gRPC method and message unchanged. It knows only that learners send a hello first, and signatures of their messages,
+which are recorded under these kinds. Each edge has a port of its own, which tells whose traffic it is. It cannot pass on what
+gRPC itself adds: `user-agent`, `:authority` and compression are the proxy's own.
 
-`StandaloneProxy` stands on its own in front of any gRPC server, and records what passes; neither side needs to know.
+`StandaloneProxy` records the traffic of any gRPC server, without a change at either end.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _Metadata = tuple[tuple[str, str | bytes], ...]
 
 _MAX_METHOD_CHARS, MAX_PAYLOAD_BYTES = 1_024, 128 * 1024 * 1024
-"""Characters of a method, and bytes of a message, that are kept: longer ones pass, but would make a capture unreadable."""
+"""Maximum recorded characters of a method and bytes of a message: longer ones pass, but would make a capture unreadable."""
 
 FINISH_TIMEOUT_S = 1.0
-"""How long calls under way may take to end when a capture closes: the trailers of the last one are still on their way."""
+"""Time for open calls to end when a capture closes: the trailers of the last one are still on their way."""
 
-_Note = Callable[[str, bytes], None]
-_Room = Callable[[], Awaitable[None]]
+_Record = Callable[[str, bytes], None]
+_WaitForBuffer = Callable[[], Awaitable[None]]
 
 _TRANSPORT_KEYS = frozenset(
     {
@@ -76,21 +76,21 @@ _TRANSPORT_KEYS = frozenset(
     }
 )
 _UNREACHABLE_ADDRESS = "127.0.0.1:0"
-"""Where nobody listens: in place of a learner that has not joined yet."""
+"""Address at which no service can be reached, in place of a learner that has not joined yet."""
 
 
 class GrpcProxy(grpc.GenericRpcHandler):
-    """One edge.
+    """Proxy of one edge.
 
     Args:
-        route: who opens the stream, who accepts it, and where the latter listens.
-        capture: gets the copies.
-        streams: of this edge that were recorded before, by an eavesdropper that died.
-        ends: names of who opens the stream and who accepts it; empty: anybody.
-        credentials: of the eavesdropper, as which it stands in the middle where channels are encrypted.
-        refused: counts calls that are.
-        to: leads to whoever accepts (default: a channel to the route's target, by the credentials).
-        options: of the listening side (default: for messages of the fields of the capture).
+        route: learners that open and accept the stream, and the address of the latter.
+        capture: receives the copies.
+        stream_count: streams of this edge recorded before, by an eavesdropper that died.
+        end_names: names of the learners that open and accept the stream; empty: not checked.
+        credentials: credentials of the eavesdropper, under which it serves and calls where channels are encrypted.
+        refusals: counts refused calls.
+        target: channel to the accepting side (default: a channel to the route's target, with the credentials).
+        options: options of the listening side (default: for messages of the capture's fields).
     """
 
     def __init__(
@@ -109,28 +109,32 @@ class GrpcProxy(grpc.GenericRpcHandler):
         self._streams = stream_count
         self._connections: dict[str, int] = {}
         self._ends, self._credentials = end_names, credentials
-        self._own = target is None  # else of a service that is not ours, and of its clients
-        guards = [AccessInterceptor(credentials, refusals)] if self._own else []
-        options = limit_message_size(SERVER_OPTIONS, self._most) if options is None else options
+        self._is_own_service = target is None
+        guards = [AccessInterceptor(credentials, refusals)] if self._is_own_service else []
+        options = limit_message_size(SERVER_OPTIONS, self._max_message_bytes) if options is None else options
         self._server = grpc.aio.server(
             interceptors=guards, options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
         )
-        self._to, self._before = target or self._channel(), list[grpc.aio.Channel]()
+        self._channel, self._old_channels = target or self._open_channel(), list[grpc.aio.Channel]()
 
-    def _channel(self) -> grpc.aio.Channel:
-        self._shown = self._credentials.expiry
-        to = self._route.target or _UNREACHABLE_ADDRESS
+    def _open_channel(self) -> grpc.aio.Channel:
+        self._channel_expiry = self._credentials.expiry
+        address = self._route.target or _UNREACHABLE_ADDRESS
         return open_channel(
-            to, Role.LEARNER, self._ends[1], credentials=self._credentials, max_message_bytes=self._most
+            address,
+            Role.LEARNER,
+            self._ends[1],
+            credentials=self._credentials,
+            max_message_bytes=self._max_message_bytes,
         )
 
     @property
-    def _most(self) -> int:
-        """Bytes of the longest message that passes: of a run of ours it is known how long they are."""
+    def _max_message_bytes(self) -> int:
+        """Maximum bytes of a message, which is known for a run of ours."""
         return self._capture.codec.message_bytes + MAX_OVERHEAD_BYTES if self._capture.fields else MAX_MESSAGE_BYTES
 
     async def open(self, listen: str) -> str:
-        """Listen as the eavesdropper does; returns the address.
+        """Listen with the eavesdropper's credentials; return the address.
 
         Raises:
             SottovoceError: the address cannot be listened on, or the identity cannot be used.
@@ -138,7 +142,7 @@ class GrpcProxy(grpc.GenericRpcHandler):
         return await self.listen(listen, self._credentials.build_server_credentials(listen))
 
     async def listen(self, listen: str, credentials: grpc.ServerCredentials | None = None) -> str:
-        """Listen on `host:port`, with TLS if there are credentials; returns the address.
+        """Listen on `host:port`, with TLS if there are credentials; return the address.
 
         Raises:
             Unavailable: the address cannot be listened on.
@@ -149,84 +153,85 @@ class GrpcProxy(grpc.GenericRpcHandler):
         return address
 
     async def redirect(self, target: str) -> None:
-        """Whoever accepts is at another address now: calls under way end, and later ones lead there."""
+        """Send later calls to another address, and end open calls."""
         if target == self._route.target:
             return
-        self._route.target, before = target, self._to
-        self._to = self._channel()
+        self._route.target, before = target, self._channel
+        self._channel = self._open_channel()
         await before.close()
 
     async def stop(self) -> None:
-        """Take no new call, let those under way end within `FINISH_TIMEOUT_S`, and cut what still passes then."""
+        """Accept no new call, wait `FINISH_TIMEOUT_S` for open calls, then cut them."""
         await self._server.stop(FINISH_TIMEOUT_S)
-        for each in (self._to, *self._before):
+        for each in (self._channel, *self._old_channels):
             await each.close()
 
-    def _leading(self) -> grpc.aio.Channel:
-        """To whoever accepts; a new one where the identity was renewed since, and calls under way go on."""
-        if self._own and self._credentials.expiry != self._shown:
-            self._before.append(self._to)
-            self._to = self._channel()
-        return self._to
+    def _get_channel(self) -> grpc.aio.Channel:
+        """Return the channel to the accepting side; a new one after the identity was renewed, while open calls continue."""
+        if self._is_own_service and self._credentials.expiry != self._channel_expiry:
+            self._old_channels.append(self._channel)
+            self._channel = self._open_channel()
+        return self._channel
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
-        """Every method is passed on as a stream of bytes in both directions; a unary call is a stream of one."""
+        """Return the handler of any method: streams of bytes in both directions, of which a unary call is a special case."""
 
         async def handle(requests: object, context: Context) -> None:
             async with abort_on_error(context):
-                if self._own:
+                if self._is_own_service:
                     self._require_caller(context)
-                await self._pass(details.method, context)
+                await self._forward_call(details.method, context)
 
         return grpc.stream_stream_rpc_method_handler(handle)
 
     def _require_caller(self, context: Context) -> None:
-        """The learner that opens this edge, and nobody else who has shown a certificate.
+        """Require that a caller with a certificate is the learner that opens this edge.
 
         Raises:
-            PermissionDenied: somebody else does.
+            PermissionDenied: it is another principal.
         """
         caller, name = self._credentials.identify_caller(context), self._ends[0]
         if caller is not None and name and not caller.is_one_of(f"{Role.LEARNER}/{name}"):
-            raise PermissionDenied(f"{caller} must not speak for {name}")
+            raise PermissionDenied(f"{caller} must not send messages of {name}")
 
-    async def _pass(self, method: str, context: Context) -> None:
+    async def _forward_call(self, method: str, context: Context) -> None:
         stream = self._streams = self._streams + 1
         connection = self._connections.setdefault(context.peer(), len(self._connections) + 1)
-        note_out = self._noter("out", stream, connection, method)
-        note_back = self._noter("back", stream, connection, method)
-        note_out("metadata", _as_json({"method": method, "metadata": tuple(context.invocation_metadata() or ())}))
-        metadata = _passable(context.invocation_metadata())
-        call: grpc.aio.StreamStreamCall[Any, Any] = self._leading().stream_stream(method)(
+        record_out = self._build_recorder("out", stream, connection, method)
+        record_back = self._build_recorder("back", stream, connection, method)
+        record_out("metadata", _to_json({"method": method, "metadata": tuple(context.invocation_metadata() or ())}))
+        metadata = _remove_transport_metadata(context.invocation_metadata())
+        call: grpc.aio.StreamStreamCall[Any, Any] = self._get_channel().stream_stream(method)(
             metadata=metadata, timeout=context.time_remaining()
         )
-        ending, room = CallOutcome(call), self._capture.wait_for_buffer
+        outcome, wait_for_buffer = CallOutcome(call), self._capture.wait_for_buffer
         try:
-            async with run_in_background(_pump_out(context, call, note_out, room)):
+            async with run_in_background(_pump_requests(context, call, record_out, wait_for_buffer)):
                 with contextlib.suppress(grpc.aio.AioRpcError):
-                    introduction = _passable(await call.initial_metadata())
-                    note_back("metadata", _as_json({"metadata": introduction}))
-                    await context.send_initial_metadata(introduction)
-                    await _pump(call.read, context.write, note_back, room)
-                status = await ending.wait_for_status()
+                    initial = _remove_transport_metadata(await call.initial_metadata())
+                    record_back("metadata", _to_json({"metadata": initial}))
+                    await context.send_initial_metadata(initial)
+                    await _pump(call.read, context.write, record_back, wait_for_buffer)
+                status = await outcome.wait_for_status()
         finally:
             call.cancel()
         code, text, trailers = status.code(), status.details() or "", tuple(status.trailing_metadata() or ())
-        note_back("trailers", _as_json({"code": code.name, "details": text, "metadata": trailers}))
+        record_back("trailers", _to_json({"code": code.name, "details": text, "metadata": trailers}))
         context.set_trailing_metadata(trailers)
         context.set_code(code)
         context.set_details(text)
 
-    def _noter(self, direction: str, stream: int, connection: int, method: str) -> _Note:
+    def _build_recorder(self, direction: str, stream: int, connection: int, method: str) -> _Record:
         caller, callee, add = self._route.caller, self._route.callee, self._capture.add_row
         sender, method = (caller if direction == "out" else callee), method[:_MAX_METHOD_CHARS]
-        # The first thing that is said, and no other: a hello in the middle is looked at as what it is, a wrong message.
-        greeting = ours = method in EXCHANGE_METHODS and bool(self._capture.fields)
+        # Only the first message may be a hello: a later one is recorded as a message, and detected as a wrong one.
+        is_first = is_exchange = method in EXCHANGE_METHODS and bool(self._capture.fields)
 
-        def note(kind: str, payload: bytes) -> None:
-            nonlocal greeting
+        def record(kind: str, payload: bytes) -> None:
+            nonlocal is_first
             if kind == "message":
-                kind, greeting = "hello" if greeting else "signature" if ours and is_signature(payload) else kind, False
+                kind = "hello" if is_first else "signature" if is_exchange and is_signature(payload) else kind
+                is_first = False
             payload = payload[:MAX_PAYLOAD_BYTES]
             now, mono, size = time.time_ns(), time.monotonic_ns(), len(payload)
             add(
@@ -235,26 +240,28 @@ class GrpcProxy(grpc.GenericRpcHandler):
                 )
             )
 
-        return note
+        return record
 
 
-async def _pump(read: Any, write: Any, note: _Note, room: _Room) -> None:
+async def _pump(read: Any, write: Any, record: _Record, wait_for_buffer: _WaitForBuffer) -> None:
     """Pass messages on, in order, until the source ends; not faster than copies are written."""
     while (payload := await read()) is not grpc.aio.EOF:
-        note("message", payload)
-        await room()
+        record("message", payload)
+        await wait_for_buffer()
         await write(payload)
 
 
-async def _pump_out(context: Context, call: grpc.aio.StreamStreamCall[Any, Any], note: _Note, room: _Room) -> None:
-    """Pass the caller's messages on, then its end. A broken call shows at its reading end, so here it just ends."""
+async def _pump_requests(
+    context: Context, call: grpc.aio.StreamStreamCall[Any, Any], record: _Record, wait_for_buffer: _WaitForBuffer
+) -> None:
+    """Pass the caller's messages on, then the end of its stream. Reads of a broken call report it, so errors end here."""
     with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, grpc.aio.UsageError, asyncio.InvalidStateError):
-        await _pump(context.read, call.write, note, room)
+        await _pump(context.read, call.write, record, wait_for_buffer)
         await call.done_writing()
 
 
-def _passable(metadata: Any) -> _Metadata:
-    """Metadata without what the transport adds by itself."""
+def _remove_transport_metadata(metadata: Any) -> _Metadata:
+    """Return metadata without the entries that the transport itself adds."""
     return tuple(
         (key, value)
         for key, value in metadata or ()
@@ -262,7 +269,7 @@ def _passable(metadata: Any) -> _Metadata:
     )
 
 
-def _as_json(facts: dict[str, Any]) -> bytes:
+def _to_json(facts: dict[str, Any]) -> bytes:
     return json.dumps(facts, default=lambda value: value.hex() if isinstance(value, bytes) else str(value)).encode()
 
 
@@ -273,8 +280,8 @@ _ANY_SIZE = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_le
 _TO_OPTIONS = (
     *(option for option in CHANNEL_OPTIONS if not option[0].endswith("message_length")),
     *_ANY_SIZE,
-    ("grpc.enable_retries", 0),  # what is said again is the caller's choice
-    ("grpc.initial_reconnect_backoff_ms", 100),  # the server may start after the relay
+    ("grpc.enable_retries", 0),  # resending is the caller's choice
+    ("grpc.initial_reconnect_backoff_ms", 100),  # the server may start after the proxy
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 _REPLACED_OPTIONS = (
@@ -289,16 +296,16 @@ _LISTEN_OPTIONS = (*(option for option in SERVER_OPTIONS if not option[0].endswi
 
 @dataclass(frozen=True, slots=True)
 class StandaloneProxyConfig:
-    """A relay in front of a server that is not ours.
+    """Configuration of a proxy in front of a foreign server.
 
     Attributes:
-        to: `host:port` of the server.
-        listen: `host:port` for its clients; port 0 picks one.
-        folder: gets one folder with a capture: a path, or a URL for fsspec.
+        server_address: `host:port` of the server.
+        listen: `host:port` for its clients; port 0 picks a free one.
+        folder: parent of the capture's folder: a path, or a URL for fsspec.
         world: 0 or 1, for an audit.
-        tls_cert, tls_key: PEM files; with them, clients speak TLS.
-        to_tls: the server speaks TLS.
-        to_ca: PEM file with the authorities that vouch for the server (default: the system's).
+        tls_cert, tls_key: PEM files; with them, clients connect over TLS.
+        server_tls: connect to the server over TLS.
+        server_ca: PEM file of trusted authorities for the server (default: the system's).
     """
 
     server_address: str
@@ -312,38 +319,38 @@ class StandaloneProxyConfig:
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise SpecError("--tls-cert and --tls-key belong together, got one of them")
+            raise SpecError("--tls-cert and --tls-key must be given together, got one of them")
         if self.server_ca is not None and not self.server_tls:
             raise SpecError("--to-ca needs --to-tls")
         require_address(self.server_address, "--to")
         require_address(self.listen, "--listen", allow_port_zero=True)
 
     def build_listen_credentials(self) -> grpc.ServerCredentials | None:
-        """Of the side where clients call; None: no TLS.
+        """Build credentials of the listening side; None: no TLS.
 
         Raises:
             SpecError: a file cannot be read.
         """
         if self.tls_cert is None or self.tls_key is None:
             return None
-        return grpc.ssl_server_credentials([(_pem(self.tls_key), _pem(self.tls_cert))])
+        return grpc.ssl_server_credentials([(_read_pem(self.tls_key), _read_pem(self.tls_cert))])
 
     def open_channel(self) -> grpc.aio.Channel:
-        """To the server.
+        """Open a channel to the server.
 
         Raises:
             SpecError: the file of authorities cannot be read.
         """
         if not self.server_tls:
             return grpc.aio.insecure_channel(self.server_address, options=_TO_OPTIONS)
-        authorities = None if self.server_ca is None else _pem(self.server_ca)
+        authorities = None if self.server_ca is None else _read_pem(self.server_ca)
         return grpc.aio.secure_channel(
             self.server_address, grpc.ssl_channel_credentials(authorities), options=_TO_OPTIONS
         )
 
 
 class StandaloneProxy:
-    """One relay and its capture."""
+    """A proxy in front of a foreign server, with its capture."""
 
     def __init__(self, config: StandaloneProxyConfig) -> None:
         self._config = config
@@ -351,23 +358,23 @@ class StandaloneProxy:
         capture_id = f"relay-{world}{uuid.uuid4().hex[:6]}"
         require_folder(config.folder)
         self.folder = open_folder(config.folder).get_subfolder(capture_id).name
-        credentials, to = config.build_listen_credentials(), config.open_channel()
+        credentials, channel = config.build_listen_credentials(), config.open_channel()
         try:
             self.writer = CaptureWriter(self.folder, capture_id, capture_id, "{}", world=config.world)
         except OSError as error:
             raise CaptureError(f"cannot write to the folder {self.folder}: {error.strerror or error}") from None
         route = eavesdropper_pb2.Route(caller=0, callee=1, target=config.server_address)
-        self._relay, self._credentials = GrpcProxy(route, self.writer, target=to, options=_LISTEN_OPTIONS), credentials
-        self._writing = Tasks()
+        self._proxy = GrpcProxy(route, self.writer, target=channel, options=_LISTEN_OPTIONS)
+        self._credentials, self._writing = credentials, Tasks()
 
     async def start(self) -> str:
-        """Listen; returns the address.
+        """Listen; return the address.
 
         Raises:
-            Unavailable: the address is taken, or the certificate and its key cannot be used.
+            Unavailable: the address is in use, or the certificate and its key cannot be used.
         """
         try:
-            address = await self._relay.listen(self._config.listen, self._credentials)
+            address = await self._proxy.listen(self._config.listen, self._credentials)
         except Unavailable as error:
             await self.writer.close()
             if self._credentials is None:
@@ -378,14 +385,14 @@ class StandaloneProxy:
         return address
 
     async def stop(self) -> None:
-        """Let the last calls end, write the rest, close the capture."""
-        await self._relay.stop()
+        """Wait for the last calls, write the rest, and close the capture."""
+        await self._proxy.stop()
         await self._writing.end(WRITE_TIMEOUT_S)
         await self.writer.close()
         log.info("capture closed", messages=self.writer.message_count, bytes=self.writer.byte_count, folder=self.folder)
 
 
-def _pem(path: Path) -> bytes:
+def _read_pem(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
@@ -393,10 +400,10 @@ def _pem(path: Path) -> bytes:
 
 
 async def serve(config: StandaloneProxyConfig, *, stop_with_stdin: bool = False) -> None:
-    """Run a relay in this process until it is told to stop.
+    """Run a standalone proxy in this process until it is asked to stop.
 
     Raises:
-        SottovoceError: the address is taken, or a file cannot be used.
+        SottovoceError: the address is in use, or a file cannot be used.
     """
     relay = StandaloneProxy(config)
     address = await relay.start()

@@ -1,7 +1,7 @@
-"""Reading the Parquet files of a capture, which anybody may have written or cut short: bounded in memory and in time.
+"""Reader of the Parquet files of a capture: untrusted or truncated input, read with bounded memory and time.
 
-The footer is held against the limits before anything else is read. It may lie, so text and payloads stay dictionaries until
-their true lengths are added up: a file of a few bytes can say one long value a million times.
+The footer is checked against the limits before anything else is read. It may be forged, so texts and payloads stay dictionaries
+until their true lengths are added up: a file of a few bytes can repeat one long value a million times.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ if TYPE_CHECKING:
 
 MIB = 1024 * 1024
 MAX_FILE_BYTES = 256 * MIB
-"""Bytes of a part on disk."""
+"""Maximum bytes of a part on disk."""
 MAX_UNPACKED_BYTES = 256 * MIB
-"""Bytes of a part, unpacked. One that we wrote has a quarter of that, or one message."""
+"""Maximum bytes of a part, unpacked. Parts written by this project have a quarter of that, or one message."""
 MAX_ROWS, _MAX_ROW_GROUPS = 65_536, 1_024
 _MAX_TEXT_BYTES = 4_096
-"""Bytes of a text such as a method's name."""
+"""Maximum bytes of a text such as a method's name."""
 BATCH_ROWS = 1_024
-"""Rows that are unpacked at a time."""
+"""Number of rows unpacked at a time."""
 
 _FOOTER = {"thrift_string_size_limit": 16 * MIB, "thrift_container_size_limit": 65_536}
 
 
-def read_part(place: Folder, name: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """The rows of a part, a batch at a time: text and bytes as they are, no holes, `size` the payload's length.
+def read_part(folder: Folder, name: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a part in batches: text and bytes decoded, no nulls, `size` equal to the payload's length.
 
     Args:
-        place: where the capture lies.
-        name: of the part.
-        columns: which ones, of `records.schema()`.
+        folder: folder of the capture.
+        name: file name of the part.
+        columns: names of columns of `build_schema()`.
 
     Raises:
-        CaptureError: unreadable, too large, or not a part of a capture.
+        CaptureError: the file cannot be read, is too large, or is not a part of a capture.
     """
-    where = f"{place.name}/{name}"
-    with _named(where):
-        if (size := place.get_size(name)) > MAX_FILE_BYTES:
+    where = f"{folder.name}/{name}"
+    with _convert_errors(where):
+        if (size := folder.get_size(name)) > MAX_FILE_BYTES:
             raise CaptureError(f"{where} must have at most {MAX_FILE_BYTES} bytes, got {size}")
-        with place.open(name) as raw:
+        with folder.open(name) as raw:
             footer = import_parquet().ParquetFile(raw, **_FOOTER)
             _require_limits(where, footer.metadata)
             _require_columns(where, footer.schema_arrow)
@@ -55,15 +55,15 @@ def read_part(place: Folder, name: str, columns: Sequence[str]) -> Iterator[pa.R
             file = import_parquet().ParquetFile(raw, metadata=footer.metadata, read_dictionary=texts, **_FOOTER)
             unpacked = 0
             for batch in file.iter_batches(BATCH_ROWS, columns=list(columns), use_threads=False):
-                unpacked += _text_bytes(where, batch)
+                unpacked += _count_payload_bytes(where, batch)
                 if unpacked > MAX_UNPACKED_BYTES:
                     raise CaptureError(f"{where} must unpack to at most {MAX_UNPACKED_BYTES} bytes")
-                yield _plain(where, batch)
+                yield _decode_batch(where, batch)
 
 
 @contextmanager
-def _named(where: str) -> Iterator[None]:
-    """Whatever a broken file makes Arrow raise, in one line with the file."""
+def _convert_errors(where: str) -> Iterator[None]:
+    """Convert every error that Arrow raises for a broken file to one line with the file's name."""
     import pyarrow as pa
 
     try:
@@ -84,7 +84,7 @@ def _require_limits(where: str, footer: Any) -> None:
 
 
 def _require_columns(where: str, found: Any) -> None:
-    """The columns of a capture, each once, and of their types; text may be a dictionary or not."""
+    """Require the columns of a capture, each once, with their types; text may be a dictionary or not."""
     wanted = {kind.name: str(_value_type(kind.type)) for kind in build_schema()}
     got = [(kind.name, str(_value_type(kind.type))) for kind in found]
     if dict(got) != wanted or len(got) != len(wanted):
@@ -94,8 +94,8 @@ def _require_columns(where: str, found: Any) -> None:
         )
 
 
-def _text_bytes(where: str, batch: pa.RecordBatch) -> int:
-    """Bytes of all payloads, unpacked; refuses what is missing, and long text."""
+def _count_payload_bytes(where: str, batch: pa.RecordBatch) -> int:
+    """Return the bytes of all payloads, unpacked; refuse nulls, and long text."""
     import pyarrow.compute as pc
 
     total = 0
@@ -114,13 +114,13 @@ def _text_bytes(where: str, batch: pa.RecordBatch) -> int:
     return total
 
 
-def _plain(where: str, batch: pa.RecordBatch) -> pa.RecordBatch:
+def _decode_batch(where: str, batch: pa.RecordBatch) -> pa.RecordBatch:
     import pyarrow as pa
     import pyarrow.compute as pc
 
     columns = [each if _is_primitive(each.type) else each.dictionary_decode() for each in batch.columns]
     plain = pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
-    plain.validate(full=True)  # text that is no text
+    plain.validate(full=True)  # detects invalid UTF-8
     if {"kind", "size", "payload"} <= set(plain.schema.names):
         lengths = pc.binary_length(plain.column("payload"))
         unread = pc.and_(pc.equal(plain.column("kind"), "ciphertext"), pc.equal(lengths, 0))

@@ -1,4 +1,4 @@
-"""The eavesdropper's gRPC face: captures are opened, listed, read and closed."""
+"""gRPC servicer of the eavesdropper: opens, lists, reads and closes captures."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ SERVICE_NAME = "sottovoce_wire.v1.Eavesdropper"
 _CHUNK_BYTES = 1024 * 1024
 _MIRROR_DRAIN_TIMEOUT_S = 3.0
 MAX_MIRROR_STREAMS = 4
-"""Streams of copies of one learner at a time: one of its run, and those that it gave up and that have not ended yet."""
+"""Maximum number of one learner's mirror streams: one of its run, and some given up that have not ended yet."""
 DRAIN_TIMEOUT_S = FINISH_TIMEOUT_S + WRITE_TIMEOUT_S
-"""How long it may take to write what it holds, once it is told to stop."""
+"""Time to write what is in memory after a request to stop."""
 _MAX_MESSAGE_BYTES = MAX_PAYLOAD_BYTES + MAX_OVERHEAD_BYTES
-"""Bytes of what learners copy: the longest message that is kept comes alone."""
+"""Maximum bytes of a mirror request: the longest message that is recorded comes alone."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class EavesdropperConfig:
-    """How an eavesdropper is deployed.
+    """Configuration of an eavesdropper.
 
     Attributes:
-        listen: `host:port` to listen on; port 0 picks one. Relays listen on free ports of the same host.
+        listen: `host:port` to listen on; port 0 picks a free one. Relays listen on free ports of the same host.
         folder: where captures are written: a path, or a URL for fsspec.
-        advertise_host: name of this host for learners, where it differs from that of `listen`.
-        allow_imports: whether a run spec may name code to import; without it, less can be noticed of such a run.
-        credentials: of this eavesdropper.
+        advertise_host: name of this host for learners, if it differs from that of `listen`.
+        allow_imports: allow a run spec to name code to import; without it, such a run is checked less.
+        credentials: credentials of this eavesdropper.
     """
 
     listen: str = "127.0.0.1:0"
@@ -77,7 +77,7 @@ class EavesdropperConfig:
 
 
 class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
-    """Any number of captures, of one run each."""
+    """Servicer of any number of captures, each of one run."""
 
     def __init__(self, config: EavesdropperConfig) -> None:
         self.config = config
@@ -92,15 +92,15 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         self.address = ""
 
     async def start(self) -> str:
-        """Listen; returns the address.
+        """Listen; return the address.
 
         Raises:
-            SottovoceError: it cannot listen there, its identity cannot be used, or captures cannot be written.
+            SottovoceError: the address cannot be listened on, the identity cannot be used, or captures cannot be written.
         """
         self.config.credentials.require_principal(Role.EAVESDROPPER)
         require_folder(self.config.folder)
         remote = "://" in str(self.config.folder)
-        if remote:  # before a run is there whose capture would be lost
+        if remote:  # checked now, before a run loses its capture
             await asyncio.to_thread(lambda: open_folder(self.config.folder).require_writable())
         self.server = await start_server(
             self.config.listen,
@@ -109,19 +109,19 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             self.config.credentials,
             _MAX_MESSAGE_BYTES,
         )
-        self.address = self._advertised(self.server.address)
+        self.address = self._advertise(self.server.address)
         if not remote:
             warn_if_open(Path(self.config.folder), "folder of captures")
         return self.address
 
     async def stop(self) -> None:
-        """Write everything that is in memory, then end. A capture that nobody closed stays open for who comes after."""
+        """Write everything in memory, then end. Captures that were not closed stay open, to be resumed."""
         await self._captures.stop()
         if self.server is not None:
             await self.server.stop()
 
     def collect_metrics(self, refused: Refusals) -> Iterator[MetricSample]:
-        """For Prometheus; refused: who asked for it, and may not."""
+        """Yield samples for Prometheus; `refused` counts refused scrapes."""
         served = [] if self.server is None else [self.server.refusals]
         yield from collect_common_metrics([self.config.credentials], [refused, self._captures.refusals, *served])
         yield from collect_metrics(each.writer for each in self._captures.sessions.values())
@@ -131,57 +131,59 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
     async def OpenCapture(
         self, request: eavesdropper_pb2.OpenCaptureRequest, context: Context
     ) -> eavesdropper_pb2.OpenCaptureResponse:
-        """Begin a capture, with one relay or wiretap per route; or take up one that was left open."""
-        opener = self._caller(context)
+        """Open a capture, with one relay or wiretap per route; or resume one that was left open."""
+        opener = self._get_caller_name(context)
         require_run_id(request.run_id)
         if request.resume:
-            recording = await self._captures.get_or_resume(request.run_id)
-            recording.require_opener(opener)
-            await recording.redirect_routes(request.routes)
+            session = await self._captures.get_or_resume(request.run_id)
+            session.require_opener(opener)
+            await session.redirect_routes(request.routes)
             if request.spec:
-                await recording.reconfigure(_spec(request.spec))
-            return self._opened(recording)
-        spec = _spec(request.spec or "{}")
-        return self._opened(await self._captures.open_capture(request, spec, opener))
+                await session.reconfigure(_parse_spec(request.spec))
+            return self._build_open_response(session)
+        spec = _parse_spec(request.spec or "{}")
+        return self._build_open_response(await self._captures.open_capture(request, spec, opener))
 
-    def _opened(self, recording: CaptureSession) -> eavesdropper_pb2.OpenCaptureResponse:
+    def _build_open_response(self, session: CaptureSession) -> eavesdropper_pb2.OpenCaptureResponse:
         return eavesdropper_pb2.OpenCaptureResponse(
-            capture_id=recording.writer.capture_id,
-            relay_addresses=[self._advertised(route["address"]) for route in recording.writer.routes],
+            capture_id=session.writer.capture_id,
+            relay_addresses=[self._advertise(route["address"]) for route in session.writer.routes],
             mirror_address=self.address,
-            location=recording.writer.storage_folder.name,
-            gaps=recording.writer.gaps.gap_count,
-            contradiction=recording.writer.checks.contradiction,
+            location=session.writer.storage_folder.name,
+            gaps=session.writer.gaps.gap_count,
+            contradiction=session.writer.checks.contradiction,
         )
 
     async def CloseCapture(
         self, request: eavesdropper_pb2.CloseCaptureRequest, context: Context
     ) -> eavesdropper_pb2.CloseCaptureResponse:
-        """End a capture; once closed, closing it again says what was captured."""
+        """Close a capture; closing it again returns the same counts."""
         capture = self._captures.get(request.capture_id)
-        capture.require_opener(self._caller(context))
+        capture.require_opener(self._get_caller_name(context))
         await capture.close(drain_timeout_s=_MIRROR_DRAIN_TIMEOUT_S)
-        return eavesdropper_pb2.CloseCaptureResponse(capture=_info(capture.writer))
+        return eavesdropper_pb2.CloseCaptureResponse(capture=_build_info(capture.writer))
 
     async def ListCaptures(
         self, request: eavesdropper_pb2.ListCapturesRequest, context: Context
     ) -> eavesdropper_pb2.ListCapturesResponse:
-        """The captures of this process, of one run or all."""
+        """List captures of this process, of one run or all."""
         newest = dict(reversed(self._captures.sessions.items()))
         run_id = resolve_run_id(request.run_id, (each.writer.run_id for each in newest.values()))
         wanted = {key: each.writer for key, each in newest.items() if run_id in ("", each.writer.run_id)}
         files, following = paginate(wanted, request.page_size, request.page_token)
-        infos = [_info(each, ways=bool(request.run_id)) for each in files]
+        infos = [_build_info(each, include_channels=bool(request.run_id)) for each in files]
         return eavesdropper_pb2.ListCapturesResponse(captures=infos, next_page_token=following)
 
     async def ListSentRounds(
         self, request: eavesdropper_pb2.ListSentRoundsRequest, context: Context
     ) -> eavesdropper_pb2.ListSentRoundsResponse:
-        """How far learners were in captures of the caller, all that was recorded until now included."""
+        """Return how far learners were in captures of the caller, up to now."""
         if request.run_id:
             require_run_id(request.run_id)
         try:
-            found = await self._captures.list_sent_rounds(request.run_id, request.learners, self._caller(context))
+            found = await self._captures.list_sent_rounds(
+                request.run_id, request.learners, self._get_caller_name(context)
+            )
         except OSError as error:
             raise CaptureError(f"captures cannot be read: {error.strerror or error}") from None
         return eavesdropper_pb2.ListSentRoundsResponse(sent_rounds=found)
@@ -189,52 +191,52 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
     async def StreamCapture(
         self, request: eavesdropper_pb2.StreamCaptureRequest, context: Context
     ) -> AsyncIterator[eavesdropper_pb2.StreamCaptureResponse]:
-        """The files of a capture as they stand: first what it says of itself, then the parts, no fewer than that tells of."""
+        """Stream the files of a capture: `capture.json` first, then at least the parts that it counts."""
         file = self._captures.get(request.capture_id).writer
-        if not request.first_part:  # else whoever follows a capture asks every second
-            log.info("capture read", capture=file.capture_id, by=self._caller(context) or UNIDENTIFIED_CALLER)
+        if not request.first_part:  # followers of a capture call every second: only their first call is logged
+            log.info("capture read", capture=file.capture_id, by=self._get_caller_name(context) or UNIDENTIFIED_CALLER)
         await file.flush_fully()
-        for piece in _pieces("capture.json", await asyncio.to_thread(_read, file.storage_folder, "capture.json")):
-            yield piece
+        for chunk in _split("capture.json", await asyncio.to_thread(_read_file, file.storage_folder, "capture.json")):
+            yield chunk
         for name in await asyncio.to_thread(file.storage_folder.list_names):
             if parse_part_number(name) >= max(request.first_part, 1):
-                for piece in _pieces(name, await asyncio.to_thread(_read, file.storage_folder, name)):
-                    yield piece
+                for chunk in _split(name, await asyncio.to_thread(_read_file, file.storage_folder, name)):
+                    yield chunk
 
     async def Mirror(
         self, requests: AsyncIterator[eavesdropper_pb2.MirrorRequest], context: Context
     ) -> eavesdropper_pb2.MirrorResponse:
-        """Copies from a learner: one row per receiver."""
-        taken = 0
-        with contextlib.ExitStack() as held:
+        """Record copies from a learner, one row per receiver."""
+        count = 0
+        with contextlib.ExitStack() as stack:
             capture, caller = None, self.config.credentials.identify_caller(context)
-            held.enter_context(self._mirrors.hold_stream(caller))
+            stack.enter_context(self._mirrors.hold_stream(caller))
             async for request in requests:
-                of_run = capture or await self._captures.get_or_resume(request.run_id)
-                of_run.participants.require_sender(request.sender, caller)
-                rows = of_run.participants.build_rows(request)
+                session = capture or await self._captures.get_or_resume(request.run_id)
+                session.participants.require_sender(request.sender, caller)
+                rows = session.participants.build_rows(request)
                 if capture is None:
-                    capture = of_run
-                    held.enter_context(capture.track_mirror_stream(request.sender))
+                    capture = session
+                    stack.enter_context(capture.track_mirror_stream(request.sender))
                 capture.record_copies(request, rows)
-                taken += len(request.messages)
+                count += len(request.messages)
                 await capture.writer.wait_for_buffer()
-        return eavesdropper_pb2.MirrorResponse(messages=taken)
+        return eavesdropper_pb2.MirrorResponse(messages=count)
 
-    def _caller(self, context: Context) -> str:
-        """Who opens a capture, as it is written down; empty: nobody has a name here."""
+    def _get_caller_name(self, context: Context) -> str:
+        """Return the caller's principal as text; empty for a caller without a certificate."""
         caller = self.config.credentials.identify_caller(context)
         return "" if caller is None else str(caller)
 
-    def _advertised(self, address: str) -> str:
+    def _advertise(self, address: str) -> str:
         return f"{self.config.advertise_host or self._host}:{address.rsplit(':', 1)[1]}"
 
 
-def _spec(text: str) -> str:
-    """A run spec as it is kept beside the records: a mapping of fields, which need not be right.
+def _parse_spec(text: str) -> str:
+    """Return a run spec as it is stored in a capture: a mapping of fields, which need not be valid.
 
     Raises:
-        SpecError: it is none.
+        SpecError: it is not a mapping.
     """
     document = document_from_wire(text)
     if not isinstance(document, dict):
@@ -242,19 +244,19 @@ def _spec(text: str) -> str:
     return json.dumps(document)
 
 
-def _read(place: Folder, name: str) -> bytes:
-    with place.open(name) as file:
+def _read_file(folder: Folder, name: str) -> bytes:
+    with folder.open(name) as file:
         content: bytes = file.read()
         return content
 
 
-def _pieces(name: str, content: bytes) -> Iterator[eavesdropper_pb2.StreamCaptureResponse]:
+def _split(name: str, content: bytes) -> Iterator[eavesdropper_pb2.StreamCaptureResponse]:
     for start in range(0, max(len(content), 1), _CHUNK_BYTES):
         yield eavesdropper_pb2.StreamCaptureResponse(file=name, data=content[start : start + _CHUNK_BYTES])
 
 
-def _info(file: CaptureWriter, *, ways: bool = False) -> eavesdropper_pb2.CaptureInfo:
-    told = file.channel_traffic.items() if ways else ()
+def _build_info(file: CaptureWriter, *, include_channels: bool = False) -> eavesdropper_pb2.CaptureInfo:
+    channels = file.channel_traffic.items() if include_channels else ()
     return eavesdropper_pb2.CaptureInfo(
         capture_id=file.capture_id,
         run_id=file.run_id,
@@ -266,7 +268,7 @@ def _info(file: CaptureWriter, *, ways: bool = False) -> eavesdropper_pb2.Captur
         gaps=file.gaps.gap_count if file.is_open else len(file.gaps.build_metadata()),
         channels=[
             eavesdropper_pb2.ChannelTraffic(sender=sender, receiver=receiver, messages=messages, bytes=n_bytes)
-            for (sender, receiver), (messages, n_bytes) in told
+            for (sender, receiver), (messages, n_bytes) in channels
         ],
     )
 
@@ -274,15 +276,15 @@ def _info(file: CaptureWriter, *, ways: bool = False) -> eavesdropper_pb2.Captur
 async def serve(
     config: EavesdropperConfig, *, stop_with_stdin: bool = False, metrics: MetricsEndpoint | None = None
 ) -> None:
-    """Run the eavesdropper in this process until it is told to stop.
+    """Run the eavesdropper in this process until it is asked to stop.
 
     Args:
-        config: of the eavesdropper.
-        with_stdin: stop when standard input ends.
-        metrics: where it tells Prometheus how it is; None: nowhere.
+        config: configuration of the eavesdropper.
+        stop_with_stdin: stop when standard input ends.
+        metrics: endpoint for Prometheus; None: no metrics are served.
 
     Raises:
-        SottovoceError: an address is taken.
+        SottovoceError: an address is in use.
     """
     service, refused = Eavesdropper(config), Refusals()
     async with serve_metrics(metrics, CATALOGUE, lambda: service.collect_metrics(refused), refused):
@@ -293,31 +295,29 @@ async def serve(
         )
 
 
-# ---- its metrics -----------------------------------------------------------------------------------------------------
+# ---- metrics ---------------------------------------------------------------------------------------------------------
 
 
 CATALOGUE = Catalogue("sottovoce_eavesdropper")
 _metric = CATALOGUE.add_metric
 
 _OPEN = _metric("captures_open", "Captures that are being recorded.")
-_CAPTURES = _metric("captures_total", "Captures that were opened, or taken up again, since it started.")
-_MESSAGES = _metric("messages_total", "Messages recorded; of a wiretap, records of TLS.")
-_BYTES = _metric("recorded_bytes_total", "Bytes of them.")
+_CAPTURES = _metric("captures_total", "Captures that were opened, or resumed, since the start.")
+_MESSAGES = _metric("messages_total", "Messages recorded; of a wiretap, TLS records.")
+_BYTES = _metric("recorded_bytes_total", "Bytes of recorded messages.")
 _PARTS = _metric("parts_total", "Parts of captures that were written.")
-_ROWS = _metric("rows_waiting", "Rows in memory, that are yet to be written.")
-_HELD = _metric("rows_waiting_bytes", "Bytes of messages in them.")
-_NOTICES = _metric("notices_total", "Things that must never happen on a channel, and did, by kind.", "kind")
-_UNCHECKED = _metric("captures_unchecked", "Captures that are being recorded in which not everything can be noticed.")
-_GAPS = _metric(
-    "missing_rounds", "Rounds that are known to be missing, or stretches of them, in captures that are being recorded."
-)
+_ROWS = _metric("rows_waiting", "Rows in memory that are not written yet.")
+_BUFFERED_BYTES = _metric("rows_waiting_bytes", "Bytes of messages in rows that are not written yet.")
+_DETECTIONS = _metric("detections_total", "Detections, by kind: messages on a channel that must never occur.", "kind")
+_UNCHECKED = _metric("captures_unchecked", "Captures that are being recorded in which not everything can be checked.")
+_GAPS = _metric("missing_rounds", "Known intervals of missing rounds in captures that are being recorded.")
 _ERRORS = _metric(
     "storage_errors_total", "Captures that could not be written any more: nothing more of them is recorded."
 )
 
 
 def collect_metrics(captures: Iterable[CaptureWriter]) -> Iterator[MetricSample]:
-    """Of an eavesdropper; captures: all of this process."""
+    """Yield samples of an eavesdropper, from all captures of this process."""
     files = list(captures)
     recorded = [file for file in files if file.is_open]
     yield _OPEN.sample(len(recorded))
@@ -327,14 +327,14 @@ def collect_metrics(captures: Iterable[CaptureWriter]) -> Iterator[MetricSample]
     )
     yield _BYTES.sample(sum(file.byte_count if file.ciphertext is None else file.ciphertext.bytes for file in files))
     yield _PARTS.sample(sum(file.part_count for file in files))
-    rows, held = zip(*(file.buffer_size for file in files), strict=True) if files else ((), ())
+    rows, buffered_bytes = zip(*(file.buffer_size for file in files), strict=True) if files else ((), ())
     yield _ROWS.sample(sum(rows))
-    yield _HELD.sample(sum(held))
-    noticed = Counter[str]()
+    yield _BUFFERED_BYTES.sample(sum(buffered_bytes))
+    counts = Counter[str]()
     for file in files:
-        noticed.update(dict(file.checks.counts_by_kind))  # a copy: parts are looked at in a thread
-    for kind, count in noticed.items():
-        yield _NOTICES.sample(count, kind)
+        counts.update(dict(file.checks.counts_by_kind))  # a copy: rows are checked in a thread
+    for kind, count in counts.items():
+        yield _DETECTIONS.sample(count, kind)
     yield _UNCHECKED.sample(sum(file.checks.unchecked_reason is not None for file in recorded))
     yield _GAPS.sample(sum(file.gaps.gap_count for file in recorded))
     yield _ERRORS.sample(sum(file.write_error is not None for file in files))

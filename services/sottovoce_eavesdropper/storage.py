@@ -1,6 +1,6 @@
-"""Where captures lie: folders of this machine, or any place that fsspec has a name for (`s3://bucket/captures`).
+"""Storage of captures: folders of this machine, or any location that fsspec supports (`s3://bucket/captures`).
 
-A file is there whole or not at all. On a file system it is written under another name and renamed; an object store shows an
+A file is written whole or not at all. On a file system it is written under another name and renamed; an object store shows an
 object only when all of it has arrived. A plain path needs no fsspec.
 """
 
@@ -18,18 +18,18 @@ from sottovoce_core.errors import CaptureError, SottovoceError
 from sottovoce_core.optional import import_optional
 
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory"})
-"""Protocols of fsspec that put an object in one piece. All others are taken for file systems."""
+"""fsspec protocols that write an object in one piece; all others are treated as file systems."""
 _S3 = frozenset({"s3", "s3a"})
 _S3_TIMEOUTS_S = {"connect_timeout": 5, "read_timeout": 20}
-"""Of calls to S3, each tried a few times: whoever writes a capture tries again by itself, and a start is to fail soon."""
+"""Timeouts of S3 calls, each of which botocore retries: capture writers retry by themselves, and a start must fail soon."""
 _PROBE = ".sottovoce-may-write"
 
 
 class Folder:
-    """A folder of this machine: files side by side, and folders below."""
+    """A folder of this machine, with files and subfolders."""
 
     is_remote = False
-    """Whether what cannot be written now may be written a moment later: a store that is away comes back, a full disk hardly."""
+    """True if a failed write may succeed a moment later: an unreachable store comes back, a full disk hardly."""
 
     def __init__(self, path: Path) -> None:
         self._local = path
@@ -40,19 +40,19 @@ class Folder:
         return str(self._local)
 
     def get_subfolder(self, name: str) -> Folder:
-        """A folder in this one; it need not exist."""
+        """Return a folder in this one; it need not exist."""
         return Folder(self._local / name)
 
     def make(self) -> None:
-        """Make the folder, where places need making.
+        """Create the folder, if the storage has folders.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be created.
         """
         self._local.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, name: str, content: bytes) -> None:
-        """Write, or replace, a file: whole or not at all.
+        """Write or replace a file, whole or not at all.
 
         Raises:
             OSError: it cannot be written.
@@ -62,7 +62,7 @@ class Folder:
         os.replace(partial, self._local / name)
 
     def require_writable(self) -> None:
-        """Make the folder, and see that files can be written to it.
+        """Create the folder, and check that files can be written to it.
 
         Raises:
             CaptureError: they cannot.
@@ -71,8 +71,8 @@ class Folder:
             self.make()
             self.write(_PROBE, b"")
         except OSError as error:
-            raise CaptureError(f"cannot keep captures at {self.name}: {error.strerror or error}") from None
-        with suppress(OSError):  # may be written and not be deleted, where the store says so
+            raise CaptureError(f"cannot write captures to {self.name}: {error.strerror or error}") from None
+        with suppress(OSError):  # a store may permit writing and not deleting
             self.remove(_PROBE)
 
     def remove(self, name: str) -> None:
@@ -84,29 +84,29 @@ class Folder:
         (self._local / name).unlink()
 
     def get_write_time(self, name: str) -> float:
-        """When a file was written, in seconds of Unix time; 0 where there is none, or nobody knows."""
+        """Return when a file was written, in seconds of Unix time; 0 if there is no such file, or it is unknown."""
         try:
             return (self._local / name).stat().st_mtime
         except OSError:
             return 0.0
 
     def list_names(self) -> list[str]:
-        """Files and folders in here, sorted; empty where there is no such folder."""
+        """Return the names of files and subfolders, sorted; empty if the folder does not exist."""
         return sorted(path.name for path in self._local.iterdir()) if self._local.is_dir() else []
 
     def get_size(self, name: str) -> int:
-        """Bytes in a file.
+        """Return the size of a file in bytes.
 
         Raises:
-            OSError: there is none.
+            OSError: there is no such file.
         """
         return (self._local / name).stat().st_size
 
     def open(self, name: str) -> Any:
-        """A context with the file, open for reading, seekable.
+        """Open a file for reading, seekable, as a context manager.
 
         Raises:
-            OSError: it cannot be read, or is no regular file: a named pipe would be waited on for ever.
+            OSError: it cannot be read, or is not a regular file: opening a named pipe would wait for ever.
         """
         descriptor = os.open(self._local / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -119,12 +119,12 @@ class Folder:
 
 
 class RemoteFolder(Folder):
-    """A folder of any file system that fsspec knows.
+    """A folder of a file system of fsspec.
 
     Args:
         files: the file system.
-        path: within it.
-        scheme: its protocol, as in the URL.
+        path: path within it.
+        scheme: protocol of the URL.
     """
 
     is_remote = True
@@ -140,7 +140,7 @@ class RemoteFolder(Folder):
         return RemoteFolder(self._files, f"{self._path}/{name}", self._scheme)
 
     def make(self) -> None:
-        if self._scheme in _OBJECT_STORES:  # they have no folders, and a bucket is its owner's to make
+        if self._scheme in _OBJECT_STORES:  # they have no folders, and a bucket is created by its owner
             return
         with _as_os_error():
             self._files.makedirs(self._path, exist_ok=True)
@@ -186,7 +186,7 @@ class RemoteFolder(Folder):
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """What a store's own library raises (no credentials, no bucket), also while a file is read, is an `OSError` to us."""
+    """Convert errors of a store's own library (no credentials, no bucket) to `OSError`, also while a file is read."""
     try:
         yield
     except (OSError, ValueError, ImportError, SottovoceError):
@@ -195,36 +195,36 @@ def _as_os_error() -> Iterator[None]:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-def require_folder(place: str | Path) -> None:
-    """Refuse to keep captures where a file is.
+def require_folder(location: str | Path) -> None:
+    """Refuse a location of captures that is a file.
 
     Raises:
-        CaptureError: one is.
+        CaptureError: it is a file.
     """
-    if "://" not in str(place) and Path(place).exists() and not Path(place).is_dir():
-        raise CaptureError(f"captures must be kept in a folder, and {place} is a file: give another --folder")
+    if "://" not in str(location) and Path(location).exists() and not Path(location).is_dir():
+        raise CaptureError(f"captures must be stored in a folder, and {location} is a file: give another --folder")
 
 
-def open_folder(place: str | Path) -> Folder:
-    """A folder by its path or URL.
+def open_folder(location: str | Path) -> Folder:
+    """Return a folder by its path or URL.
 
     Raises:
         SpecError: a URL needs fsspec, which is not installed.
-        CaptureError: fsspec knows no such place.
+        CaptureError: fsspec cannot open the location.
     """
-    text = str(place)
+    text = str(location)
     if "://" not in text:
         return Folder(Path(text).absolute())
-    fsspec = import_optional("fsspec", "fsspec", f"keeping captures at {text}")
+    fsspec = import_optional("fsspec", "fsspec", f"storing captures at {text}")
     scheme = text.split("://", 1)[0]
     if scheme in _S3:
-        import_optional("s3fs", "s3fs", f"keeping captures at {text}", "s3")
-    # Captures grow while they are read: what was listed a moment ago says nothing.
+        import_optional("s3fs", "s3fs", f"storing captures at {text}", "s3")
+    # Captures grow while they are read, so listings must not be cached.
     options: dict[str, Any] = {"use_listings_cache": False} if scheme in _OBJECT_STORES else {}
     options |= {"config_kwargs": _S3_TIMEOUTS_S} if scheme in _S3 else {}
     try:
         with _as_os_error():
             files, path = fsspec.url_to_fs(text, **options)
     except (ValueError, ImportError, OSError) as error:
-        raise CaptureError(f"cannot keep captures at {text}: {error}") from None
+        raise CaptureError(f"cannot open the location of captures {text}: {error}") from None
     return RemoteFolder(files, path, scheme)

@@ -1,1 +1,1 @@
-"""What all services share: tensors as bytes, errors as status codes, servers that start, drain and stop alike."""
+"""Code shared by all services: wire encoding of tensors, errors as status codes, server start and shutdown."""

@@ -1,4 +1,4 @@
-"""The one place where arrays become wire tensors and back. Nothing un-noised is encoded for a neighbour but here."""
+"""Conversion between arrays and wire tensors; only this module encodes message values for a neighbour."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from sottovoce_wire.v1 import learner_pb2, tensor_pb2
 _LITTLE_ENDIAN_FLOAT64 = np.dtype("<f8")
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The fields of a message in their order, and the shape of each: `Algorithm.field_shapes()`."""
+"""Fields of a message in order, with the shape of each: `Algorithm.field_shapes()`."""
 
 MAX_AXES = 8
 _MAX_CONTROL_MESSAGE_BYTES = 1024 * 1024
-"""Bytes of a greeting: what is longer is not read, for that would take several times as much memory."""
+"""Maximum bytes of a hello or signature: parsing a larger one would take several times as much memory."""
 MAX_ABS_VALUE = 1e100
-"""Of a number in a message: what is larger is no parameter, and its sums would overflow."""
+"""Maximum absolute value of a number in a message: a larger one is no parameter, and its sums would overflow."""
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
 def to_tensor(values: FloatArray) -> tensor_pb2.Tensor:
-    """An array as a wire tensor: shape and raw little-endian float64."""
+    """Encode an array as a wire tensor: shape and raw little-endian float64."""
     return tensor_pb2.Tensor(shape=values.shape, dtype=tensor_pb2.DATA_TYPE_FLOAT64, data=_raw(values))
 
 
@@ -42,23 +42,23 @@ def _raw(values: FloatArray) -> bytes:
 
 
 def from_tensor(tensor: tensor_pb2.Tensor) -> FloatArray:
-    """A wire tensor as a (read-only) array.
+    """Decode a wire tensor to a read-only array.
 
     Raises:
-        RemoteProtocolError: another type than float64, too many axes, or a length that does not fit the shape.
+        RemoteProtocolError: the type is not float64, there are too many axes, or the length does not fit the shape.
     """
     if tensor.dtype != tensor_pb2.DATA_TYPE_FLOAT64:
         raise RemoteProtocolError(f"a tensor must have dtype FLOAT64 (1), got {tensor.dtype}")
-    if len(tensor.shape) > MAX_AXES:  # before anything is computed of them
-        raise RemoteProtocolError(f"a tensor may have {MAX_AXES} axes, got {len(tensor.shape)}")
+    if len(tensor.shape) > MAX_AXES:  # before any product of dimensions is computed
+        raise RemoteProtocolError(f"a tensor may have at most {MAX_AXES} axes, got {len(tensor.shape)}")
     shape = tuple(tensor.shape)
     if len(tensor.data) != 8 * math.prod(shape):
         raise RemoteProtocolError(
-            f"a float64 tensor of shape {shape} has {8 * math.prod(shape)} bytes, got {len(tensor.data)}"
+            f"a float64 tensor of shape {shape} must have {8 * math.prod(shape)} bytes, got {len(tensor.data)}"
         )
     try:
         return np.frombuffer(tensor.data, _LITTLE_ENDIAN_FLOAT64).reshape(shape)
-    except ValueError:  # empty along one axis and absurd along another
+    except ValueError:  # one dimension is 0, another too large
         raise RemoteProtocolError(f"a tensor must have a shape that NumPy can represent, got {shape}") from None
 
 
@@ -66,18 +66,18 @@ def from_tensor(tensor: tensor_pb2.Tensor) -> FloatArray:
 
 
 class RoundCodec:
-    """What every round of a run looks like on the wire.
+    """Encoder and decoder of a run's round messages.
 
-    A round's message has one encoding (learner.proto). Before the numbers stand round, sender, and the tags and lengths that
-    protobuf puts in front of each: constants, because the length of the numbers is one. So a message is packed and unpacked
-    as a struct, and what is not of this form to the last bit is refused: another encoding of the same message could tell
-    something beside the numbers.
+    A round's message has exactly one encoding (learner.proto). Round, sender, and protobuf's tags and lengths before each precede
+    the numbers; tags and lengths are constants, because the length of the numbers is one. So a message is packed and unpacked as
+    a struct, and any other form is refused to the last bit: another encoding of the same message could carry information beside
+    the numbers.
 
     Args:
-        shapes: the fields of a message in their order, and their shapes.
+        shapes: fields of a message in order, with their shapes.
 
     Attributes:
-        length: bytes of every message.
+        message_bytes: length of every message in bytes.
     """
 
     def __init__(self, shapes: Shapes) -> None:
@@ -88,7 +88,7 @@ class RoundCodec:
             (name, shape, *ends_of) for (name, shape), ends_of in zip(self.shapes.items(), ends, strict=True)
         ]
         self._count = sum(sizes)
-        # A single vector, as of most algorithms, need not be cut out.
+        # The single vector of most algorithms need not be sliced.
         self._only = next(iter(self.shapes)) if list(self.shapes.values()) == [(self._count,)] else None
         before_values = _VALUES + _varint(8 * self._count)
         inside = len(_ROUND) + 8 + len(_SENDER) + 4 + len(before_values) + 8 * self._count
@@ -98,33 +98,34 @@ class RoundCodec:
         self.message_bytes = self._head.size + 8 * self._count
 
     def require_sendable(self, message: Message) -> None:
-        """What no neighbour would take is not said: the noise on a number that overflowed protects nobody.
+        """Refuse to send what no neighbour would accept: the noise on a number that overflowed protects no data.
 
         Raises:
-            LocalProtocolError: a number beyond `LARGEST`, or none.
+            LocalProtocolError: a number is larger than `MAX_ABS_VALUE`, or not finite.
         """
         for name, value in message.fields.items():
-            if not _within(value):
+            if not _is_within_bounds(value):
                 raise LocalProtocolError(f"field {name!r} of a message must be finite and within {MAX_ABS_VALUE:g}")
 
     def encode(self, t: int, sender: int, message: Message) -> bytes:
-        """A round's message as the bytes that every neighbour gets.
+        """Encode a round's message; every neighbour gets the same bytes.
 
         Raises:
-            LocalProtocolError: the message has other fields or shapes than the algorithm said.
+            LocalProtocolError: fields or shapes differ from those of the algorithm.
         """
-        said = {name: value.shape for name, value in message.fields.items()}
-        if said != self.shapes:
-            raise LocalProtocolError(f"a message must have the fields {self.shapes}, got {said}")
+        shapes = {name: value.shape for name, value in message.fields.items()}
+        if shapes != self.shapes:
+            raise LocalProtocolError(f"a message must have the fields {self.shapes}, got {shapes}")
         first, second, third = self._constants
         values = [_raw(message.fields[name]) for name in self.shapes]
         return b"".join((self._head.pack(first, t, second, sender, third), *values))
 
     def decode(self, payload: bytes) -> tuple[int, int, Message]:
-        """Round, sender and message of bytes that a neighbour sent; the arrays are read-only.
+        """Decode round, sender and message; the arrays are read-only.
 
         Raises:
-            RemoteProtocolError: not a round of these fields in its one encoding, or a number beyond `LARGEST` or none.
+            RemoteProtocolError: the bytes are not a round of these fields in its one encoding, or a number is larger than
+                `MAX_ABS_VALUE` or not finite.
         """
         if len(payload) != self.message_bytes:
             self._refuse(payload)
@@ -132,11 +133,11 @@ class RoundCodec:
         if (first, second, third) != self._constants:
             self._refuse(payload)
         flat = np.frombuffer(payload, _LITTLE_ENDIAN_FLOAT64, self._count, self._head.size)
-        if not _within(flat):
-            raise self._out_of_bounds(flat)
-        return t, sender, Message(self._values(flat))
+        if not _is_within_bounds(flat):
+            raise self._build_bounds_error(flat)
+        return t, sender, Message(self._split(flat))
 
-    def _values(self, flat: FloatArray) -> dict[str, FloatArray]:
+    def _split(self, flat: FloatArray) -> dict[str, FloatArray]:
         if self._only is not None:
             return {self._only: flat}
         return {name: flat[a:b].reshape(shape) for name, shape, a, b in self._fields}
@@ -144,11 +145,11 @@ class RoundCodec:
     def decode_many(
         self, payloads: Sequence[bytes]
     ) -> tuple[IntArray, npt.NDArray[np.uint64], npt.NDArray[np.uint32], dict[str, FloatArray]]:
-        """`decode` of many messages at once.
+        """Decode many messages at once.
 
         Returns:
-            Numbers of those messages that are right; their rounds, senders and fields `(messages, *shape)`. `decode` says
-            what is wrong with the others.
+            Positions of the valid messages; their rounds, senders, and fields `(messages, *shape)`. `decode` raises the error of
+            an invalid one.
         """
         rows = np.flatnonzero([len(payload) == self.message_bytes for payload in payloads])
         frames = np.frombuffer(b"".join(payloads[k] for k in rows.tolist()), np.uint8).reshape(
@@ -168,61 +169,61 @@ class RoundCodec:
         return rows, rounds, senders, fields
 
     def _refuse(self, payload: bytes) -> NoReturn:
-        """Say what is wrong with bytes of another form, and quote nothing of them: they may be anything."""
+        """Raise an error for bytes of another form; quote none of them, because they may be anything."""
         wanted = f"a round of {self.message_bytes} bytes, for the fields {self.shapes}"
         text = f"expected {wanted}, got one of {len(payload)} bytes or in another encoding"
         try:
-            _read(payload, "round", wanted)
+            _read_message(payload, "round", wanted)
         except RemoteProtocolError as error:
             text = str(error)
         raise RemoteProtocolError(text, ViolationKind.ENCODING)
 
-    def _out_of_bounds(self, flat: FloatArray) -> RemoteProtocolError:
+    def _build_bounds_error(self, flat: FloatArray) -> RemoteProtocolError:
         wrong = int(np.flatnonzero(~((flat >= -MAX_ABS_VALUE) & (flat <= MAX_ABS_VALUE)))[0])
         name = next(name for name, _, a, b in self._fields if a <= wrong < b)
         text = f"field {name!r} must be finite and within {MAX_ABS_VALUE:g}, got a number that is not"
         return RemoteProtocolError(text, ViolationKind.VALUE)
 
 
-def _within(values: FloatArray) -> bool:
-    """Are all numbers at most `LARGEST`? Not-a-number is not. A small sum of squares says so in one pass."""
+def _is_within_bounds(values: FloatArray) -> bool:
+    """Return whether all numbers are at most `MAX_ABS_VALUE`; NaN is not. A small sum of squares proves it in one pass."""
     return bool(np.vdot(values, values) < MAX_ABS_VALUE) or bool((np.abs(values) <= MAX_ABS_VALUE).all())
 
 
-def _read(payload: bytes, kind: str, wanted: str) -> learner_pb2.ExchangeMessage:
+def _read_message(payload: bytes, kind: str, wanted: str) -> learner_pb2.ExchangeMessage:
     if len(payload) > _MAX_CONTROL_MESSAGE_BYTES:
         raise RemoteProtocolError(f"expected {wanted}, got {len(payload)} bytes")
     try:
-        said = learner_pb2.ExchangeMessage.FromString(payload)
+        message = learner_pb2.ExchangeMessage.FromString(payload)
     except DecodeError:
-        raise RemoteProtocolError(f"expected {wanted}, got {len(payload)} bytes that are none") from None
-    if said.WhichOneof("message") != kind:
+        raise RemoteProtocolError(f"expected {wanted}, got {len(payload)} bytes that cannot be decoded") from None
+    if message.WhichOneof("message") != kind:
         raise RemoteProtocolError(f"expected {wanted}, got another message")
-    return said
+    return message
 
 
 _MESSAGE, _ROUND, _SENDER, _VALUES = (bytes([number << 3 | kind]) for number, kind in ((2, 2), (1, 1), (2, 5), (3, 2)))
-"""Protobuf's tags (a field's number and its wire type): of the round in an ExchangeMessage, and of what is in the round."""
+"""Protobuf tags (field number and wire type): of the round in an ExchangeMessage, and of the round's fields."""
 
 
 def _varint(value: int) -> bytes:
-    """A length as protobuf writes it: seven bits a byte, the lowest first."""
+    """Encode a length as protobuf does: seven bits a byte, the lowest first."""
     rest = value >> 7
     return bytes([value & 0x7F | 0x80]) + _varint(rest) if rest else bytes([value])
 
 
-# ---- hello -----------------------------------------------------------------------------------------------------------
+# ---- hello and signature ---------------------------------------------------------------------------------------------
 
 
 def to_fields(shapes: Shapes) -> list[tensor_pb2.Field]:
-    """What a round's values are, for the wire."""
+    """Encode the fields of a round's values."""
     return [
         tensor_pb2.Field(name=name, shape=shape, dtype=tensor_pb2.DATA_TYPE_FLOAT64) for name, shape in shapes.items()
     ]
 
 
 def from_fields(fields: Iterable[tensor_pb2.Field]) -> dict[str, tuple[int, ...]]:
-    """`to_fields` backwards.
+    """Decode the fields of a round's values.
 
     Raises:
         RemoteProtocolError: a name comes twice, a type is not float64, or there are too many axes.
@@ -234,30 +235,30 @@ def from_fields(fields: Iterable[tensor_pb2.Field]) -> dict[str, tuple[int, ...]
                 f"fields must differ in name and be FLOAT64 (1), got {field.name!r}, {field.dtype}"
             )
         if len(field.shape) > MAX_AXES:
-            raise RemoteProtocolError(f"a field may have {MAX_AXES} axes, got {len(field.shape)}")
+            raise RemoteProtocolError(f"a field may have at most {MAX_AXES} axes, got {len(field.shape)}")
         shapes[field.name] = tuple(field.shape)
     return shapes
 
 
 def read_hello(payload: bytes) -> learner_pb2.Hello:
-    """The message that a stream begins with.
+    """Read the first message of a stream.
 
     Raises:
-        RemoteProtocolError: it is another one, or says less than a hello must.
+        RemoteProtocolError: it is not a Hello, or lacks a required field.
     """
-    said = _read(payload, "hello", "a Hello first")
-    if not (said.hello.HasField("learner") and said.hello.HasField("next_round")):
+    message = _read_message(payload, "hello", "a Hello first")
+    if not (message.hello.HasField("learner") and message.hello.HasField("next_round")):
         raise RemoteProtocolError("a Hello must carry learner and next_round")
-    return said.hello
+    return message.hello
 
 
 def read_signature(payload: bytes) -> learner_pb2.Signature:
-    """What a learner has said in a block of rounds, signed.
+    """Read the signature of a block of rounds.
 
     Raises:
-        RemoteProtocolError: it is another message, or says less than a signature must.
+        RemoteProtocolError: it is another message, or lacks a required field.
     """
-    said = _read(payload, "signature", "a Signature").signature
-    if not (said.HasField("block") and said.HasField("sender")):
+    message = _read_message(payload, "signature", "a Signature").signature
+    if not (message.HasField("block") and message.HasField("sender")):
         raise RemoteProtocolError("a Signature must carry block and sender")
-    return said
+    return message

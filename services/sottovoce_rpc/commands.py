@@ -1,4 +1,4 @@
-"""Directives of a coordinator to a learner, and from which coordinator they come."""
+"""Commands of a coordinator to a learner, and the coordinator start that they come from."""
 
 from __future__ import annotations
 
@@ -25,47 +25,51 @@ _FIELDS: dict[type[Command], str] = {
     IncarnationIssued: "incarnation_issued",
     IncarnationConfirmed: "incarnation_confirmed",
 }
-"""Fields of the envelope, by what they hold."""
+"""Field of the envelope for each class of command."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which coordinator speaks.
+    """One start of a coordinator, as the source of commands.
 
     Attributes:
-        term: how often one has started on its state; 0: it keeps nothing.
-        nonce: what it drew at this start.
+        term: number of coordinator starts on this state, this one included; 0: no durable state.
+        nonce: random bytes drawn at this start.
     """
 
     term: int = 0
     nonce: bytes = b""
 
     def require_newest(self, other: Origin) -> None:
-        """Refuse to obey another coordinator in a run in which this one was obeyed, unless it has taken its place.
+        """Refuse commands of a coordinator that is not this one and has not replaced it.
 
         Raises:
-            Unavailable: it is an older one, or a second one on a copy of the same state.
+            Unavailable: the other coordinator is older, or runs on a copy of the same state.
         """
         if other.term < self.term:
             raise Unavailable(
-                f"this coordinator is an old one: a later one, of term {self.term}, leads the run, got {other.term}; {_LOST}"
+                f"this coordinator is outdated: a newer one, of term {self.term}, leads the run, got term {other.term}; "
+                f"{_RECOVER_HINT}"
             )
         if other.term == self.term > 0 and other.nonce != self.nonce:
             raise Unavailable(
-                f"two coordinators lead the run in term {self.term}: one runs on a copy of the other's state; {_LOST}"
+                f"two coordinators lead the run in term {self.term}: one runs on a copy of the other's state; {_RECOVER_HINT}"
             )
 
 
-_LOST = "if that one's state is lost, start one on an empty folder and let it take the run up: `sottovoce run SPEC --recover RUN`"
+_RECOVER_HINT = (
+    "if the newest state is lost, start a coordinator on an empty folder and recover the run: "
+    "`sottovoce run SPEC --recover RUN`"
+)
 
 
-def command_to_wire(run_id: str, told: Command, origin: Origin) -> Envelope:
-    """Put a directive about a run into its envelope; the empty run id: it is about no run."""
-    content = {_FIELDS[type(told)]: told}
+def command_to_wire(run_id: str, command: Command, origin: Origin) -> Envelope:
+    """Put a command into its envelope; an empty run id means that it belongs to no run."""
+    content = {_FIELDS[type(command)]: command}
     return Envelope(run_id=run_id, term=origin.term, nonce=origin.nonce, **content)  # type: ignore[arg-type] # by the table
 
 
-def command_from_wire(said: Envelope) -> Command | None:
-    """Take a directive out of its envelope; None: a directive of a newer coordinator, unknown here."""
-    name = said.WhichOneof("command")
-    return None if name is None else getattr(said, name)
+def command_from_wire(envelope: Envelope) -> Command | None:
+    """Take a command out of its envelope; None for a kind that only a newer version knows."""
+    name = envelope.WhichOneof("command")
+    return None if name is None else getattr(envelope, name)

@@ -1,14 +1,14 @@
-"""What a process shows of itself, and whom it believes: mutual TLS, or this machine's users alone.
+"""Credentials of a process: its identity, and the callers that it trusts, by mutual TLS or as this machine's users.
 
-A folder holds what any authority can write (cert-manager does under these names):
+A folder holds the files of an identity, which any authority can write (cert-manager uses these names):
 
 - `tls.crt`, `tls.key`: the certificate, with its chain, and its key;
-- `ca.crt`: the authorities that are believed, each for the trust domain that it names alone (one that names none: for that
-  of `tls.crt`, where no other names that);
-- `crl.pem`, if there is one: what they have revoked.
+- `ca.crt`: the trusted authorities, each for the one trust domain that it names (an authority that names none: for the domain
+  of `tls.crt`, unless another one names that);
+- `crl.pem`, optional: certificates that they have revoked.
 
-Files are read again when they change. A process without an identity speaks in the clear, and only on this machine, where it
-answers its own user (and root) alone; unless it is told to speak to anybody (`insecure`).
+Files are read again when they change. A process without an identity communicates in the clear, and only on this machine, where it
+accepts only its own user (and root); `insecure` lifts both restrictions.
 """
 
 from __future__ import annotations
@@ -53,57 +53,57 @@ from sottovoce_rpc.signatures import SignedStatement, Statement, sign, verify_ch
 _MAX_FILE_BYTES = 1024 * 1024
 _OVERRIDE = "grpc.ssl_target_name_override"
 EXPIRY_WARNING_PERIOD = timedelta(days=14)
-"""Before its end a certificate is warned of."""
+"""Period before its expiry in which a certificate causes a warning."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What stands in the files of a folder, at one time."""
+    """Content of an identity's files at one time."""
 
     folder: Path
     chain: bytes
     key: bytes = field(repr=False)
     signing_key: PrivateKeyTypes = field(repr=False)
-    """The key, read."""
+    """The private key, parsed."""
     authorities: bytes
-    """All that are believed, PEM."""
+    """All trusted authorities, PEM."""
     bundles: Mapping[str, bytes]
-    """Those of each trust domain, PEM."""
+    """Trusted authorities of each trust domain, PEM."""
     principal: Principal
     expiry: datetime
     revocations: Mapping[str, frozenset[tuple[bytes, int]]]
-    """By trust domain: issuers and serial numbers."""
+    """Issuers and serial numbers of revoked certificates, by trust domain."""
     is_rooted: bool
-    """Whether the chain leads to an authority of its own domain that this process itself believes."""
+    """True if the chain leads to an authority of its own domain that this process itself trusts."""
 
     @property
     def is_revoked(self) -> bool:
-        """Whether the certificate, or one between it and its authority, is revoked by the list that this process itself has."""
-        return not self.revocations.get(self.principal.domain, frozenset()).isdisjoint(_numbers(self.chain))
+        """Return whether the certificate, or one between it and its authority, is revoked by this process's own list."""
+        return not self.revocations.get(self.principal.domain, frozenset()).isdisjoint(_read_serials(self.chain))
 
     def get_bundle(self, domain: str) -> bytes:
-        """The authorities of a trust domain.
+        """Return the authorities of a trust domain.
 
         Raises:
-            FailedPrecondition: none is believed.
+            FailedPrecondition: none of the domain is trusted.
         """
         if domain not in self.bundles:
             raise FailedPrecondition(
-                f"{self.folder / AUTHORITIES_FILE} must hold an authority that names spiffe://{domain}, and has those of "
-                f"{', '.join(filter(None, self.bundles))} alone: add it (docs/identities.md)"
+                f"{self.folder / AUTHORITIES_FILE} must hold an authority that names spiffe://{domain}, and has only those of "
+                f"{', '.join(filter(None, self.bundles))}: add it (docs/identities.md)"
             )
         return self.bundles[domain]
 
 
 @dataclass(slots=True)
 class Credentials:
-    """How a process speaks to others.
+    """Identity of a process and rules for its channels and servers.
 
     Args:
-        folder: with its identity; None: it has none.
-        insecure: without an identity, speak in the clear to other machines, too, and answer whoever asks.
+        folder: folder of its identity; None: it has none.
+        insecure: without an identity, use channels in the clear to other machines, too, and accept any caller.
     """
 
     folder: Path | None = None
@@ -120,22 +120,22 @@ class Credentials:
 
     @property
     def principal(self) -> Principal | None:
-        """Who this process is; None: it has no identity.
+        """Principal of this process; None if it has no identity.
 
         Raises:
-            FailedPrecondition: its files cannot be used.
+            FailedPrecondition: the identity's files cannot be used.
         """
-        return None if self.folder is None else self._current().principal
+        return None if self.folder is None else self._load_current().principal
 
     def require_principal(self, role: Role, name: str = "") -> None:
-        """Of a service: its certificate is one of its kind.
+        """Require that the certificate of a service is of its kind.
 
         Args:
-            role: that it must hold.
-            name: that it must hold; empty: any.
+            role: required role.
+            name: required name; empty: any.
 
         Raises:
-            FailedPrecondition: it holds others, or the files cannot be used.
+            FailedPrecondition: the certificate names another role or name, or the files cannot be used.
         """
         own = self.principal
         if own is not None and (own.role is not role or not (name == "" or own.is_one_of(f"{role}/{name}"))):
@@ -146,133 +146,135 @@ class Credentials:
 
     @property
     def expiry(self) -> datetime | None:
-        """When the certificate ends; None: there is none.
+        """Expiry of the certificate; None if there is none.
 
         Raises:
-            FailedPrecondition: its files cannot be used.
+            FailedPrecondition: the identity's files cannot be used.
         """
-        return None if self.folder is None else self._current().expiry
+        return None if self.folder is None else self._load_current().expiry
 
     def load_identity(self) -> Identity | None:
-        """All that the files say; None: this process has no identity.
+        """Return the current content of the identity's files; None if this process has no identity.
 
         Raises:
-            FailedPrecondition: its files cannot be used.
+            FailedPrecondition: the files cannot be used.
         """
-        return None if self.folder is None else self._current()
+        return None if self.folder is None else self._load_current()
 
-    # ---- speaking -----------------------------------------------------------------------------------------
+    # ---- channels -----------------------------------------------------------------------------------------
 
     def open_channel(
         self, address: str, role: Role | None, name: str, options: Sequence[tuple[str, Any]]
     ) -> grpc.aio.Channel:
-        """A channel to a service.
+        """Open a channel to a service.
 
         Args:
-            address: where it listens.
-            whom, name: who must be there, where there is an identity: a role, and a name, or anybody in this process's
-                domain (empty). Only authorities of the name's domain are believed.
-            options: of the channel.
+            address: address of the service.
+            role, name: with an identity, the role and name that the service's certificate must have; an empty name allows all of
+                this process's domain. Only authorities of the name's domain are trusted.
+            options: options of the channel.
 
         Raises:
-            SpecError: it is on another machine, and there is no identity.
-            FailedPrecondition: the files of the identity cannot be used, or no authority of the domain is believed.
+            SpecError: the service is on another machine, and there is no identity.
+            FailedPrecondition: the files of the identity cannot be used, or no authority of the domain is trusted.
         """
         if self.folder is None:
-            self._require_here(address)
+            self._require_local(address)
             return grpc.aio.insecure_channel(address, options=options)
         if role is None:
-            raise ValueError(f"a channel to {address} with an identity must say who is to be there")
-        now = self._current()
+            raise ValueError(f"a channel to {address} with an identity requires the role of the service")
+        now = self._load_current()
         bundle = now.get_bundle(name.partition("@")[2] or now.principal.domain)
         credentials = grpc.ssl_channel_credentials(bundle, now.key, now.chain)
         host = build_host_name(now.principal.domain, role, name)
         return grpc.aio.secure_channel(address, credentials, options=[*options, (_OVERRIDE, host)])
 
-    def _require_here(self, address: str) -> None:
+    def _require_local(self, address: str) -> None:
         if not (self.insecure or is_loopback(address)):
             raise SpecError(
                 f"{address} is reached from other machines, so channels to it must be encrypted: give this process an identity "
-                "(--identity FOLDER, from `sottovoce pki issue`), or let it speak in the clear (--insecure)"
+                "(--identity FOLDER, from `sottovoce pki issue`), or allow channels in the clear (--insecure)"
             )
 
-    # ---- answering ----------------------------------------------------------------------------------------
+    # ---- servers ------------------------------------------------------------------------------------------
 
     def build_server_credentials(self, listen: str) -> grpc.ServerCredentials | None:
-        """For a server; None: it speaks in the clear.
+        """Build credentials of a gRPC server; None: it serves in the clear.
 
         Args:
-            listen: where it listens.
+            listen: listen address.
 
         Raises:
-            SpecError: others can reach it there, and there is no identity.
+            SpecError: other machines can reach the address, and there is no identity.
             FailedPrecondition: the files of the identity cannot be used.
         """
         if self.folder is None:
-            self._require_here(listen)
+            self._require_local(listen)
             return None
-        shown = self._current()
+        current = self._load_current()
 
-        def renewed() -> grpc.ServerCertificateConfiguration | None:
-            """Asked for before each handshake, in a thread of gRPC's; None: as before."""
-            nonlocal shown
-            before, shown = shown, self._current()
-            return None if shown is before else _configuration(shown)
+        def reload() -> grpc.ServerCertificateConfiguration | None:
+            """Return a changed configuration, or None; gRPC calls it before each handshake, in a thread of its own."""
+            nonlocal current
+            before, current = current, self._load_current()
+            return None if current is before else _build_configuration(current)
 
         return grpc.dynamic_ssl_server_credentials(
-            _configuration(shown),
-            renewed,  # type: ignore[arg-type] # the stubs do not know that None means unchanged
+            _build_configuration(current),
+            reload,  # type: ignore[arg-type] # the stubs do not know that None means unchanged
             require_client_authentication=True,
         )
 
     def __reduce__(self) -> tuple[type[Credentials], tuple[Path | None, bool]]:
-        """In another process they begin anew: what was read here, and who serves here, is this one's."""
+        """Pickle folder and option only: loaded files and registered servers belong to this process."""
         return Credentials, (self.folder, self.insecure)
 
     def register_server(self, server: object, address: str) -> None:
-        """A server with these credentials listens there: who calls may be asked for among its connections alone."""
+        """Register the listen address of a server, so that callers are looked up among its connections only."""
         self._serving[server] = address
 
     def build_https_server_context(self, listen: str) -> ssl.SSLContext | None:
-        """The same for a server of HTTPS, whose callers show a certificate, too; renewed files are taken in as they come.
+        """Build a context for an HTTPS server that requires client certificates; it loads renewed files by itself.
 
-        Nothing is resumed: each connection is believed anew.
+        Sessions are never resumed: each connection is authenticated anew.
 
         Raises:
-            SpecError: others can reach it there, and there is no identity.
+            SpecError: other machines can reach the address, and there is no identity.
             FailedPrecondition: the files of the identity cannot be used.
         """
         if self.folder is None:
-            self._require_here(listen)
+            self._require_local(listen)
             return None
-        shown = self._current()
-        first = latest = _https(shown)
+        current = self._load_current()
+        first = latest = _build_https_context(current)
 
-        def renewed(tls: ssl.SSLObject, *_: object) -> None:
-            """Asked at the beginning of each handshake."""
-            nonlocal shown, latest
-            if (now := self._current()) is not shown:
-                with contextlib.suppress(OSError):  # they are just being written: the next one asks again
-                    latest, shown = _https(now), now
+        def reload(tls: ssl.SSLObject, *_: object) -> None:
+            """Switch to renewed files; called at the beginning of each handshake."""
+            nonlocal current, latest
+            if (now := self._load_current()) is not current:
+                with contextlib.suppress(OSError):  # the files are being written: the next handshake tries again
+                    latest, current = _build_https_context(now), now
             tls.context = latest
 
-        first.sni_callback = renewed
+        first.sni_callback = reload
         return first
 
     def build_https_client_context(self) -> ssl.SSLContext | None:
-        """To ask such a server, of whatever name: its certificate says who it is (`known`). None: this process has no identity.
+        """Build a context for a client of such a server; the server's principal is checked by `authenticate_certificate`.
+
+        Returns None if this process has no identity.
 
         Raises:
             FailedPrecondition: the files of the identity cannot be used.
         """
-        return None if self.folder is None else _https(self._current(), ssl.PROTOCOL_TLS_CLIENT)
+        return None if self.folder is None else _build_https_context(self._load_current(), ssl.PROTOCOL_TLS_CLIENT)
 
     def identify_caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Principal | None:
-        """Who calls; None: whoever this machine's user is, or anybody, where that was wanted.
+        """Return the caller of an RPC; None: this machine's user, or any caller if `insecure`.
 
         Raises:
-            PermissionDenied: nobody who may be answered.
-            Unavailable: its certificate has ended since it connected.
+            PermissionDenied: the caller is not trusted.
+            Unavailable: its certificate has expired since it connected.
         """
         if self.folder is None:
             if not (
@@ -285,27 +287,29 @@ class Credentials:
         return self.authenticate_certificate(certificate, chain)
 
     def can_serve(self, peer: str) -> bool:
-        """Whether a connection may be served at all: without an identity, this machine's user's, unless anybody's may be.
+        """Return whether a connection may be served: without an identity only if it is this user's, unless `insecure`.
 
         Args:
-            peer: as gRPC has it: `ipv4:127.0.0.1:40123`.
+            peer: as gRPC reports it: `ipv4:127.0.0.1:40123`.
         """
         return self.folder is not None or self.insecure or is_same_user(peer)
 
     def authenticate_certificate(self, certificate: bytes, chain: bytes = b"") -> Principal:
-        """Whom a certificate names, which the handshake has found to be valid and of an authority that is believed.
+        """Return the principal of a certificate that the TLS handshake has verified.
 
         Args:
-            certificate: in PEM.
-            chain: what was shown with it, in PEM.
+            certificate: PEM.
+            chain: PEM of the chain sent with it.
 
         Raises:
-            PermissionDenied: nobody of this deployment, or it was revoked.
-            Unavailable: it has ended since.
+            PermissionDenied: it names no principal of this deployment, or is revoked.
+            Unavailable: it has expired since.
         """
-        now, found = self._current(), _parsed(certificate)
-        principal = _known(now, found, chain)
-        if (bundle := now.bundles[principal.domain]) != now.authorities:  # the handshake has believed all of them
+        now, found = self._load_current(), _parse_certificate(certificate)
+        principal = _check_certificate(now, found, chain)
+        if (
+            bundle := now.bundles[principal.domain]
+        ) != now.authorities:  # the handshake trusts authorities of all domains
             try:
                 verify_chain(certificate + chain, bundle, datetime.now(UTC))
             except PermissionDenied:
@@ -317,45 +321,45 @@ class Credentials:
     # ---- signing ------------------------------------------------------------------------------------------
 
     def sign_statement(self, statement: Statement) -> SignedStatement:
-        """A statement, signed with the key of this identity.
+        """Sign a statement with the key of this identity.
 
         Raises:
-            FailedPrecondition: the files of the identity cannot be used, or its key cannot sign.
+            FailedPrecondition: the files of the identity cannot be used, or the key cannot sign.
         """
-        now = self._current()
+        now = self._load_current()
         return SignedStatement(statement, now.chain, sign(now.signing_key, statement.content))
 
     def verify_statement(self, signed: SignedStatement) -> Principal:
-        """Who has signed a statement.
+        """Verify a signed statement, and return its signer.
 
         Raises:
-            PermissionDenied: nobody of this deployment, it was revoked, or the signature is another one's.
-            Unavailable: its certificate has ended.
+            PermissionDenied: the signer is not of this deployment or revoked, or the signature is not the certificate's.
+            Unavailable: its certificate has expired.
         """
-        now, claimed = self._current(), signed.claimed_principal
+        now, claimed = self._load_current(), signed.claimed_principal
         found = signed.verify_signature(
             now.bundles.get(claimed.domain if claimed else "", now.authorities), datetime.now(UTC)
         )
-        return _known(now, found, signed.certificates)
+        return _check_certificate(now, found, signed.certificates)
 
     # ---- files --------------------------------------------------------------------------------------------
 
-    def _current(self) -> Identity:
-        """What the files say now; while they cannot be used, what they said before.
+    def _load_current(self) -> Identity:
+        """Return the current content of the files; if it cannot be used, the last content that could.
 
         Raises:
-            FailedPrecondition: they never could.
+            FailedPrecondition: the files could never be used.
         """
         folder = self.folder
         if folder is None:
             raise FailedPrecondition("this process has no identity")
-        if self._loaded is not None and _stamp(folder) == self._seen:
+        if self._loaded is not None and _compute_stamp(folder) == self._seen:
             return self._loaded
         try:
-            self._seen = _stamp(folder)
-            self._loaded = _load(folder)
+            self._seen = _compute_stamp(folder)
+            self._loaded = _load_identity(folder)
         except (OSError, ValueError, UnsupportedAlgorithm, FailedPrecondition) as error:
-            why = f"the identity in {folder} cannot be used: {_in_words(error)}"
+            why = f"the identity in {folder} cannot be used: {_describe_error(error)}"
             if self._loaded is None:
                 raise FailedPrecondition(why) from None
             log.error("identity not renewed", reason=why)
@@ -363,32 +367,32 @@ class Credentials:
 
 
 NO_IDENTITY = Credentials()
-"""Of a process that speaks in the clear, on this machine."""
+"""Credentials without an identity: channels in the clear, on this machine only."""
 
 
-def _stamp(folder: Path) -> tuple[object, ...]:
-    """Changes when a file does."""
+def _compute_stamp(folder: Path) -> tuple[object, ...]:
+    """Return a value that changes when a file does."""
     found = []
     for name in (CERTIFICATE_FILE, KEY_FILE, AUTHORITIES_FILE, REVOCATION_FILE):
         try:
-            about = (folder / name).stat()
-            found.append((about.st_mtime_ns, about.st_ino, about.st_size))
+            status = (folder / name).stat()
+            found.append((status.st_mtime_ns, status.st_ino, status.st_size))
         except OSError:
             found.append((0, 0, 0))
     return tuple(found)
 
 
-def _load(folder: Path) -> Identity:
-    """Read what stands in a folder.
+def _load_identity(folder: Path) -> Identity:
+    """Read and check the files of a folder.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: one holds something else.
-        FailedPrecondition: they do not fit each other, or others may read the key.
+        ValueError: a file has other content.
+        FailedPrecondition: the files do not match, or other users may read the key.
     """
     _require_private(folder / KEY_FILE)
-    chain, key, authorities = (_read(folder / name) for name in (CERTIFICATE_FILE, KEY_FILE, AUTHORITIES_FILE))
-    (own, *between), believed = (
+    chain, key, authorities = (_read_file(folder / name) for name in (CERTIFICATE_FILE, KEY_FILE, AUTHORITIES_FILE))
+    (own, *between), trusted = (
         parse_certificates(chain, CERTIFICATE_FILE),
         parse_certificates(authorities, AUTHORITIES_FILE),
     )
@@ -396,31 +400,33 @@ def _load(folder: Path) -> Identity:
     principal = require_usable_certificate([own, *between], signing)
     if own.not_valid_after_utc < datetime.now(UTC):
         raise FailedPrecondition(
-            f"the certificate of {principal} has ended at {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: renew it"
+            f"the certificate of {principal} has expired at {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: renew it"
         )
     if (left := own.not_valid_after_utc - datetime.now(UTC)) < EXPIRY_WARNING_PERIOD:
-        log.warning("certificate ends soon", identity=str(principal), days=left.days)
-    bundles = group_by_domain(believed, principal.domain)
+        log.warning("certificate expires soon", identity=str(principal), days=left.days)
+    bundles = group_by_domain(trusted, principal.domain)
     revoked: Mapping[str, frozenset[tuple[bytes, int]]] = {}
     if "" in bundles:
-        unbelieved = ", ".join(each.subject.rfc4514_string()[:80] for each in bundles[""][:3])
+        unused = ", ".join(each.subject.rfc4514_string()[:80] for each in bundles[""][:3])
         log.warning(
-            "authority believed for nobody", authority=unbelieved, why="it names no trust domain, and others do"
+            "authority not trusted for any domain", authority=unused, reason="it names no trust domain, and others do"
         )
     if (folder / REVOCATION_FILE).exists():
         home = principal.domain
         signers = {**bundles, home: [*bundles.get(home, ()), *between]}
-        revoked = parse_revocations(_read(folder / REVOCATION_FILE), signers)
+        revoked = parse_revocations(_read_file(folder / REVOCATION_FILE), signers)
     rooted = has_chain_to_root(own, between, bundles.get(principal.domain, ()))
     if len(bundles) == 1:
-        whole = dict.fromkeys(bundles, authorities)
+        bundle_bytes = dict.fromkeys(bundles, authorities)
     else:
-        whole = {name: b"".join(each.public_bytes(Encoding.PEM) for each in roots) for name, roots in bundles.items()}
+        bundle_bytes = {
+            name: b"".join(each.public_bytes(Encoding.PEM) for each in roots) for name, roots in bundles.items()
+        }
     ends = own.not_valid_after_utc
-    return Identity(folder, chain, key, signing, authorities, whole, principal, ends, revoked, rooted)
+    return Identity(folder, chain, key, signing, authorities, bundle_bytes, principal, ends, revoked, rooted)
 
 
-def _read(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     with path.open("rb") as file:
         content = file.read(_MAX_FILE_BYTES + 1)
     if len(content) > _MAX_FILE_BYTES:
@@ -432,34 +438,34 @@ def _require_private(path: Path) -> None:
     if (mode := stat.S_IMODE(path.stat().st_mode)) & 0o007:
         raise FailedPrecondition(
             f"{path.name} must not be open to every user of this machine, got mode {mode:04o}: chmod 600 it, "
-            "or where it is a secret of Kubernetes, mount that with defaultMode 0440"
+            "or if it is a Kubernetes secret, mount it with defaultMode 0440"
         )
 
 
-def _known(now: Identity, found: x509.Certificate, chain: bytes) -> Principal:
-    """Whom a certificate names, as this process calls it; whose authority it is of is not looked at.
+def _check_certificate(now: Identity, found: x509.Certificate, chain: bytes) -> Principal:
+    """Return the principal of a certificate, as seen from this process; its issuer is not checked.
 
     Raises:
-        PermissionDenied: nobody of a domain that is believed, or it was revoked.
-        Unavailable: it has ended.
+        PermissionDenied: it names no principal of a trusted domain, or is revoked.
+        Unavailable: it has expired.
     """
     principal = read_principal(found)
     if principal is None or principal.domain not in now.bundles:
-        raise PermissionDenied("a certificate that names nobody of this deployment")
+        raise PermissionDenied("a certificate that names no principal of this deployment")
     revoked = now.revocations.get(principal.domain, frozenset())
-    if revoked and not revoked.isdisjoint({read_issuer_and_serial(found), *_numbers(chain)}):
+    if revoked and not revoked.isdisjoint({read_issuer_and_serial(found), *_read_serials(chain)}):
         raise PermissionDenied(f"a revoked certificate of {principal}, or of an authority between")
     if found.not_valid_after_utc < datetime.now(UTC):
-        raise Unavailable("the certificate that this connection began with has ended: connect again, with a new one")
+        raise Unavailable("the certificate that this connection began with has expired: connect again, with a new one")
     return principal.qualify_for(now.principal.domain)
 
 
 @lru_cache(maxsize=4_096)
-def _parsed(certificate: bytes) -> x509.Certificate:
-    """A certificate that a handshake has shown.
+def _parse_certificate(certificate: bytes) -> x509.Certificate:
+    """Parse a certificate of a handshake.
 
     Raises:
-        PermissionDenied: there was none.
+        PermissionDenied: there is none.
     """
     try:
         return x509.load_pem_x509_certificate(certificate)
@@ -468,8 +474,8 @@ def _parsed(certificate: bytes) -> x509.Certificate:
 
 
 @lru_cache(maxsize=4_096)
-def _numbers(chain: bytes) -> frozenset[tuple[bytes, int]]:
-    """Of certificates that a handshake has shown, by which lists of what was revoked name them.
+def _read_serials(chain: bytes) -> frozenset[tuple[bytes, int]]:
+    """Return issuers and serial numbers of a chain, by which revocation lists name certificates.
 
     Raises:
         PermissionDenied: one cannot be read.
@@ -480,23 +486,23 @@ def _numbers(chain: bytes) -> frozenset[tuple[bytes, int]]:
         raise PermissionDenied("a chain of certificates that cannot be read") from None
 
 
-def _configuration(loaded: Identity) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.chain)], loaded.authorities)
+def _build_configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(identity.key, identity.chain)], identity.authorities)
 
 
-def _https(loaded: Identity, protocol: int = ssl.PROTOCOL_TLS_SERVER) -> ssl.SSLContext:
-    """Raises `OSError` where the files are no longer those that were loaded."""
+def _build_https_context(identity: Identity, protocol: int = ssl.PROTOCOL_TLS_SERVER) -> ssl.SSLContext:
+    """Raise `OSError` if the files have changed since the identity was loaded."""
     context = ssl.SSLContext(protocol)
     context.minimum_version, context.check_hostname = ssl.TLSVersion.TLSv1_3, False
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0
-    context.load_cert_chain(loaded.folder / CERTIFICATE_FILE, loaded.folder / KEY_FILE)
-    context.load_verify_locations(cadata=loaded.authorities.decode("ascii", "ignore"))
+    context.load_cert_chain(identity.folder / CERTIFICATE_FILE, identity.folder / KEY_FILE)
+    context.load_verify_locations(cadata=identity.authorities.decode("ascii", "ignore"))
     context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
-def _in_words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{Path(error.filename or '').name}: {error.strerror}"
     return " ".join(str(error).split())[:300]

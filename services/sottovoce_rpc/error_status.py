@@ -1,4 +1,4 @@
-"""Errors of this project as gRPC status, and back: the one table."""
+"""Conversion of this project's errors to gRPC status and back, by one table."""
 
 from __future__ import annotations
 
@@ -41,44 +41,44 @@ _PREFIX = "ERROR_REASON_"
 _KINDS = {errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX): kind for kind, (reason, _) in _TABLE.items()}
 _DOMAIN, _STATE = "sottovoce", "run-state"
 _DETAILS = "grpc-status-details-bin"
-# Whoever cancels a call is told by `asyncio.CancelledError`: a status CANCELLED is of a server that cuts its calls as it ends.
+# A local cancellation raises `asyncio.CancelledError`: a status CANCELLED comes from a server that cuts its calls as it stops.
 _UNREACHABLE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _MAX_TEXT_BYTES = 1_500
-"""Bytes of an error's text: a caller takes a few thousand in all, and it goes out twice."""
+"""Maximum bytes of an error's text: a client accepts a few thousand bytes in all, and the text is sent twice."""
 _STATUS_TIMEOUT_S = 1.0
 _WRITE_FAILED = (grpc.StatusCode.INTERNAL, "Internal error from Core")  # gRPC's own words, in grpc.aio
 _HANDSHAKE_TEXTS = {
     (
         "Hostname Verification",
-    ): "somebody else is there: its certificate names another one, or lacks the hosts that follow from "
+    ): "another service is there: its certificate names another one, or lacks the hosts that follow from "
     "its name (NAME.ROLE.DOMAIN and ROLE.DOMAIN)",
     ("CERTIFICATE_VERIFY_FAILED", "purpose"): "its certificate is not for a server (extended key usage)",
     (
         "CERTIFICATE_VERIFY_FAILED",
-    ): "its certificate is of no authority that this process believes for the name that it expects there (ca.crt), comes "
-    "without those between it and the authority (tls.crt), or is out of its time",
+    ): "its certificate is of no authority that this process trusts for the name that it expects there (ca.crt), comes "
+    "without those between it and the authority (tls.crt), or is expired or not valid yet",
     (
         "certificate signature failure",
-    ): "its certificate is of another authority than the one of that name that this process believes (ca.crt)",
-    ("WRONG_VERSION_NUMBER",): "it speaks in the clear, and this process has an identity: give it one, too",
+    ): "its certificate is of another authority than the one of that name that this process trusts (ca.crt)",
+    ("WRONG_VERSION_NUMBER",): "it serves in the clear, and this process has an identity: give it one, too",
     (
         "failed to connect",
         "Socket closed",
-    ): "it is there and refuses: its channels are encrypted, and this process shows no "
-    "identity (--identity), or one that it does not believe: `sottovoce doctor` looks at what it shows",
+    ): "it answers and refuses: its channels are encrypted, and this process has no "
+    "identity (--identity), or one that it does not trust: `sottovoce doctor` checks the identity",
 }
-"""What gRPC says of a channel that did not come about, in other words."""
-_NO_MESSAGE = "a message must be one of this method, got bytes that are none"
+"""Explanations of failed TLS handshakes, by fragments of gRPC's texts."""
+_INVALID_MESSAGE = "a message must be one of this method, got bytes that cannot be decoded"
 
 T = TypeVar("T")
 
 log = structlog.get_logger()
 
 
-class abort_on_error:  # noqa: N801 - it reads as a function; a class, for its type says that it swallows nothing
-    """In `async with`: end the call with the status that an error of ours stands for, details attached (`google.rpc.Status`).
+class abort_on_error:  # noqa: N801 - it reads as a function; a class, so that type checkers see that it swallows nothing
+    """Context manager (`async with`) that ends the call with the status of a project error, with details (`google.rpc.Status`).
 
-    Of any other error, which is a bug, neither the peer nor the log gets the text.
+    Any other error is a bug: its text is neither sent nor logged.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -90,13 +90,13 @@ class abort_on_error:  # noqa: N801 - it reads as a function; a class, for its t
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, DecodeError):  # of a message on a stream, which gRPC reads only when it is asked for
-            error = errors.RemoteProtocolError(_NO_MESSAGE)
+        if isinstance(error, DecodeError):  # gRPC decodes a message of a stream only when it is read
+            error = errors.RemoteProtocolError(_INVALID_MESSAGE)
         if isinstance(error, errors.SottovoceError):
             reason, code = next(_TABLE[each] for each in type(error).__mro__ if each in _TABLE)
             text = shorten_text(str(error))
-            await self._context.abort(code, text, ((_DETAILS, _details(reason, code, error, text)),))
-        elif isinstance(error, NotImplementedError):  # of a service of gRPC's own, which has less than its contract
+            await self._context.abort(code, text, ((_DETAILS, _encode_details(reason, code, error, text)),))
+        elif isinstance(error, NotImplementedError):  # gRPC's own services lack some methods of their contract
             await self._context.abort(grpc.StatusCode.UNIMPLEMENTED, "not implemented")
         elif isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):  # an abort, a lost connection
             log.error("bug", **describe_failure(error))  # gRPC would send its text, and that may quote a record
@@ -104,12 +104,12 @@ class abort_on_error:  # noqa: N801 - it reads as a function; a class, for its t
 
 
 def shorten_text(text: str) -> str:
-    """Cut a text, which may hold a caller's words, to the length of an error."""
+    """Cut a text, which may contain a caller's words, to the length of an error."""
     raw = text.encode(errors="replace")
     return text if len(raw) <= _MAX_TEXT_BYTES else f"{raw[:_MAX_TEXT_BYTES].decode(errors='ignore')} ..."
 
 
-def _details(
+def _encode_details(
     reason: errors_pb2.ErrorReason.ValueType, code: grpc.StatusCode, error: errors.SottovoceError, text: str
 ) -> bytes:
     name = errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX)
@@ -125,66 +125,65 @@ def _details(
 
 
 class CallOutcome:
-    """How a call that is written to ends, as its peer says it.
+    """Final status of a call that is written to, as its peer sent it.
 
-    A write that is under way when the peer ends the call fails, and gRPC puts this failure in the place of the peer's status
-    (grpc/grpc#36066).
+    A pending write fails when the peer ends the call, and gRPC replaces the peer's status by this failure (grpc/grpc#36066).
 
     Args:
-        call: a call just made.
+        call: a call just started.
     """
 
     def __init__(self, call: grpc.aio.Call) -> None:
         self._status: asyncio.Future[grpc.aio.AioRpcError] = asyncio.get_running_loop().create_future()
-        call.add_done_callback(self._note)
+        call.add_done_callback(self._record_status)
 
     async def wait_for_status(self) -> grpc.aio.AioRpcError:
-        """The status of the call, which is ending: whoever read from it was told so.
+        """Return the final status of a call whose stream has ended.
 
-        To be asked for before a write under way is cancelled: that cancels the call, which is then told nothing more.
+        Call it before a pending write is cancelled: that cancels the call, which then receives nothing more.
         """
         try:
             async with asyncio.timeout(_STATUS_TIMEOUT_S):
                 return await asyncio.shield(self._status)
         except TimeoutError:
-            nothing, text = grpc.aio.Metadata(), "the stream broke while it was written to"
+            nothing, text = grpc.aio.Metadata(), "the stream broke during a write"
             return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, text)
 
     async def require_ok(self) -> None:
-        """Whoever read from the call was told of a failure; it may be that of a write alone.
+        """Check that a call whose stream failed ended well: the failure may be that of a write only.
 
         Raises:
-            AioRpcError: the peer says so, too, or nothing.
+            AioRpcError: the peer sent an error status, or none.
         """
         status = await self.wait_for_status()
         if status.code() is not grpc.StatusCode.OK:
             raise status
 
-    def _note(self, call: grpc.aio.Call) -> None:
-        """Called with each status that the call is given."""
-        code, text, trailers = _at_hand(call.code()), _at_hand(call.details()), _at_hand(call.trailing_metadata())
+    def _record_status(self, call: grpc.aio.Call) -> None:
+        """Record each status that gRPC sets on the call, except a failed write's."""
+        code, text, trailers = _run_now(call.code()), _run_now(call.details()), _run_now(call.trailing_metadata())
         if not self._status.done() and (code, text) != _WRITE_FAILED:
             self._status.set_result(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, text))
 
 
-def _at_hand(answer: Coroutine[Any, Any, T]) -> T:
-    """What needs no waiting for, without a chance for anything else to happen."""
+def _run_now(answer: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that needs no waiting, without yielding to other tasks."""
     try:
         answer.send(None)
     except StopIteration as done:
         value: T = done.value
         return value
-    raise RuntimeError("a call that is over must know its status")
+    raise RuntimeError("a call that has ended must have a status")
 
 
 def convert_status_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
-    """What a failed call means to its caller: our own class where the status carries a reason that is known here."""
+    """Convert a failed call to an error of this project; to the class in its details if that is known here."""
     text = escape_control("; ".join((refusal.details() or refusal.code().name).splitlines()))
     if refusal.code() in _UNREACHABLE_CODES:
         return errors.Unavailable(
             f"cannot reach {who}: {explain_handshake_failure(text) or explain_unreachable(text) or text}"
         )
-    info = _info(refusal)
+    info = _read_error_info(refusal)
     if info is None and refusal.code() is grpc.StatusCode.UNIMPLEMENTED:
         text = f"{who} does not know this call: another service listens there, or a much older one"
         return errors.FailedPrecondition(f"{text}; is the address right?")
@@ -194,7 +193,7 @@ def convert_status_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.Sott
         return errors.AssumptionViolated(code, text.removesuffix(f" [{code}]"))
     if kind is errors.FailedPrecondition and info is not None and _STATE in info.metadata:
         return errors.RunEnded(text, escape_control(info.metadata[_STATE]))
-    if kind not in (errors.SottovoceError, errors.LocalProtocolError):  # the latter's bug is not ours, but theirs
+    if kind not in (errors.SottovoceError, errors.LocalProtocolError):  # a LocalProtocolError there is the peer's bug
         return kind(text)
     if info is None and refusal.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return errors.SpecError(text)
@@ -202,30 +201,30 @@ def convert_status_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.Sott
 
 
 _UNREACHABLE_TEXTS = (
-    (re.compile(r"Connection refused"), "nobody listens there: is it running, and is the address right?"),
+    (re.compile(r"Connection refused"), "no service listens there: is it running, and is the address right?"),
     (
         re.compile(r"[Dd]omain name not found|DNS (resolution|query)|Name or service not known|Could not contact DNS"),
         "no machine of this name is found: is the address right?",
     ),
     (
         re.compile(r"[Nn]etwork is unreachable|No route to host"),
-        "there is no way to this machine: is the address right?",
+        "no route to this machine: is the address right?",
     ),
     (
         re.compile(r"^Deadline Exceeded$|before receiving SETTINGS frame|[Cc]onnection timed out"),
         "no answer in time: is it running, and is the address right?",
     ),
 )
-"""What gRPC says where no service is, in other words."""
+"""Explanations of unreachable services, by patterns of gRPC's texts."""
 
 
 def explain_handshake_failure(text: str) -> str:
-    """Why a channel did not come about, where gRPC's words say that its ends do not believe each other; else empty."""
+    """Explain a failed TLS handshake by gRPC's text; empty if the text is of another failure."""
     return next((words for signs, words in _HANDSHAKE_TEXTS.items() if all(sign in text for sign in signs)), "")
 
 
-def _info(refusal: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
-    """What our services say of an error; None where the details are somebody else's or no details at all."""
+def _read_error_info(refusal: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
+    """Read the error details of this project's services; None if there are none of this domain."""
     info = error_details_pb2.ErrorInfo()
     for key, packed in refusal.trailing_metadata() or ():
         if key != _DETAILS or not isinstance(packed, bytes):
@@ -240,5 +239,5 @@ def _info(refusal: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
 
 
 def explain_unreachable(text: str) -> str:
-    """Why there is nobody, where gRPC's words say so; else empty."""
+    """Explain by gRPC's text why a service cannot be reached; empty if the text is of another failure."""
     return next((words for sign, words in _UNREACHABLE_TEXTS if sign.search(text)), "")

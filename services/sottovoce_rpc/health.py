@@ -1,9 +1,9 @@
-"""What an image's health check runs: does this container's service answer its own identity?
+"""Health check of a container image: check that the service of this container answers under its own identity.
 
     python -m sottovoce_rpc.health
 
-Asks the gRPC health service where SOTTOVOCE_LISTEN says, on loopback, with the identity of SOTTOVOCE_IDENTITY; in the clear where
-there is none. Exit code 0: it serves. It runs every few seconds in every container, so it imports none of what services do.
+Calls the gRPC health service on loopback, at the port of SOTTOVOCE_LISTEN, with the identity of SOTTOVOCE_IDENTITY, or in the
+clear if there is none. Exit code 0: it serves. It runs every few seconds in every container, so it imports no service code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHECK_TIMEOUT_S = 5.0
 
 
 def main() -> int:
-    """Ask, and say on standard error what is not well.
+    """Check the service; print on standard error what is wrong.
 
     Returns:
         The exit code.
@@ -29,21 +29,21 @@ def main() -> int:
     port = os.environ.get("SOTTOVOCE_LISTEN", "").rpartition(":")[2]
     folder = os.environ.get("SOTTOVOCE_IDENTITY", "")
     try:
-        with _channel(f"127.0.0.1:{port}", Path(folder) if folder else None) as to:
-            stub: Any = health_pb2_grpc.HealthStub(to)
+        with _open_channel(f"127.0.0.1:{port}", Path(folder) if folder else None) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
             answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=_CHECK_TIMEOUT_S, wait_for_ready=True)
     except grpc.RpcError as error:
-        call: Any = error  # of a call that was begun, it is one
-        return _unwell(f"port {port}: {call.code().name}: {call.details()}")
+        call: Any = error  # the error of a started call is the call itself
+        return _report_failure(f"port {port}: {call.code().name}: {call.details()}")
     except (OSError, ValueError) as error:
-        return _unwell(f"the identity in {folder} cannot be used: {error}")
+        return _report_failure(f"the identity in {folder} cannot be used: {error}")
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
-        return _unwell(f"port {port}: it is there, and does not serve")
+        return _report_failure(f"port {port}: the service answers, but is not serving: {answer.status}")
     return 0
 
 
-def _channel(address: str, folder: Path | None) -> grpc.Channel:
-    """To whoever has this very certificate."""
+def _open_channel(address: str, folder: Path | None) -> grpc.Channel:
+    """Open a channel that accepts only this identity's own certificate name."""
     if folder is None:
         return grpc.insecure_channel(address)
     authorities, key, chain = ((folder / name).read_bytes() for name in ("ca.crt", "tls.key", "tls.crt"))
@@ -53,8 +53,8 @@ def _channel(address: str, folder: Path | None) -> grpc.Channel:
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(authorities, key, chain), options)
 
 
-def _unwell(why: str) -> int:
-    print(why, file=sys.stderr)
+def _report_failure(reason: str) -> int:
+    print(reason, file=sys.stderr)
     return 1
 
 

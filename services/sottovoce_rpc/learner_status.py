@@ -1,4 +1,4 @@
-"""Reports of a learner: `LearnerStatus` and `WaitReport` as values of ours; misconduct of its neighbours in words."""
+"""Learner reports as values: `LearnerStatus`, `WaitReport`, and violations by its neighbours, with their text."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 from sottovoce_wire.v1.coordinator_pb2 import Violation
 
 MAX_DETAIL_CHARS = 4096
-"""Characters of what a status says in words."""
+"""Maximum number of characters of a status detail."""
 
 
 class LearnerState(Enum):
-    """Where a learner stands. What each means is said in `learner.proto`; one of a newer learner is `UNSPECIFIED`."""
+    """State of a learner, as documented in `learner.proto`; states of a newer version read as `UNSPECIFIED`."""
 
     UNSPECIFIED = learner_pb2.LEARNER_STATE_UNSPECIFIED
     IDLE = learner_pb2.LEARNER_STATE_IDLE
@@ -30,27 +30,27 @@ class LearnerState(Enum):
 
     @property
     def is_active(self) -> bool:
-        """Is more to be said?"""
+        """Return whether the learner has more messages to send."""
         return self in (LearnerState.CONNECTING, LearnerState.RUNNING)
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerStatus:
-    """How far a learner is. Independent of the data, but for the last field.
+    """Progress of a learner. Independent of the data, except for the last field.
 
     Attributes:
-        learner, run_id: whose it is; no run while idle.
-        state, detail: where it stands, and why it stopped.
-        rounds_done: said, heard and learned from.
-        rounds_said: messages journaled, and so charged: `rounds_done` or one more.
+        learner, run_id: the learner, and its run; no run while idle.
+        state, detail: its state, and why it stopped.
+        rounds_done: rounds whose messages were sent, received and learned from.
+        rounds_committed: messages written to the WAL, and so charged: `rounds_done` or one more.
         rounds_with_data: rounds for which records have arrived.
-        messages_sent, bytes_sent: one for every neighbour.
-        epsilon_spent, epsilon_budget: in this run; None: no limit.
-        epsilon_other_runs, epsilon_owner_budget: in other runs, and what the owner allows in all of them.
-        noise_is_not_private: it is not the operating system's.
-        violation_count: messages on the channels of neighbours that broke a rule, and changed nothing.
-        records, records_waiting: taken in, and those of them that wait for their round.
-        prequential_accuracy: share of records that were predicted before they were learned; only where the run opted in.
+        messages_sent, bytes_sent: counted once per neighbour.
+        epsilon_spent, epsilon_budget: in this run; budget None: no limit.
+        epsilon_other_runs, epsilon_owner_budget: spent in other runs, and the owner's limit over all runs.
+        noise_is_not_private: the noise does not come from the operating system's generator.
+        violation_count: messages on the channels of neighbours that broke a rule; they changed nothing.
+        records, records_waiting: records taken in, and those of them that wait for their round.
+        prequential_accuracy: share of records predicted correctly before they were learned; only if the run opted in.
     """
 
     learner: str = ""
@@ -74,60 +74,60 @@ class LearnerStatus:
 
     @property
     def epsilon_limit(self) -> float | None:
-        """Where the learner would have stopped in this run: by the run's budget, or by what its owner has left."""
+        """Epsilon at which the learner stops in this run: the smaller of the run's budget and what the owner has left."""
         limits = [] if self.epsilon_budget is None else [self.epsilon_budget]
         if self.epsilon_owner_budget is not None:
             limits.append(max(self.epsilon_owner_budget - self.epsilon_other_runs, 0.0))
         return min(limits, default=None)
 
     def to_wire(self) -> learner_pb2.LearnerStatus:
-        """As a message; of a detail that quotes what somebody sent, as much as a message may hold."""
+        """Encode as a message; a detail that quotes foreign text is cut to the limit."""
         own = {name: getattr(self, name) for name in _FIELDS}
-        return learner_pb2.LearnerStatus(**{**own, "state": self.state.value, "detail": _sayable(self.detail)})
+        return learner_pb2.LearnerStatus(**{**own, "state": self.state.value, "detail": _encode_detail(self.detail)})
 
     @classmethod
-    def from_wire(cls, said: learner_pb2.LearnerStatus) -> LearnerStatus:
-        """Read a message."""
-        # What is absent or zero is what a status begins with; what a newer learner tells besides is passed over.
-        values = {field.name: _readable(value) for field, value in said.ListFields() if field.name in _FIELDS}
-        return cls(**{**values, "state": _STATES.get(said.state, LearnerState.UNSPECIFIED)})
+    def from_wire(cls, message: learner_pb2.LearnerStatus) -> LearnerStatus:
+        """Decode a message."""
+        # Absent or zero fields have their defaults; fields of a newer learner are ignored.
+        values = {field.name: _clean(value) for field, value in message.ListFields() if field.name in _FIELDS}
+        return cls(**{**values, "state": _STATES.get(message.state, LearnerState.UNSPECIFIED)})
 
 
 _FIELDS = frozenset(field.name for field in fields(LearnerStatus))
 _STATES = {state.value: state for state in LearnerState}
 
 
-def _sayable(text: str) -> str:
-    """A text without half characters, which no message holds, and no longer than anybody reads."""
-    whole = text.encode("utf-8", "backslashreplace").decode()
-    return whole if len(whole) <= MAX_DETAIL_CHARS else f"{whole[: MAX_DETAIL_CHARS - 1]}…"
+def _encode_detail(text: str) -> str:
+    """Escape lone surrogates, which protobuf cannot encode, and cut the text to the limit."""
+    encodable = text.encode("utf-8", "backslashreplace").decode()
+    return encodable if len(encodable) <= MAX_DETAIL_CHARS else f"{encodable[: MAX_DETAIL_CHARS - 1]}…"
 
 
-def _readable(value: Any) -> Any:
-    """What a learner says in words goes to terminals and logs."""
+def _clean(value: Any) -> Any:
+    """Escape control characters: texts of a learner are shown on terminals and written to logs."""
     return escape_control(value) if isinstance(value, str) else value
 
 
-# ---- its waits -------------------------------------------------------------------------------------------------------
+# ---- waits -----------------------------------------------------------------------------------------------------------
 
 
 class WaitCause(Enum):
-    """What a learner waits for, in words."""
+    """Cause of a learner's wait, with its text."""
 
-    LEASE = "a grant of the coordinator"
+    LEASE = "a lease of the coordinator"
     RECORDS = "records"
     NEIGHBOUR = "a neighbour"
-    DISK = "room on its disk"
+    DISK = "space on its disk"
 
 
 @dataclass(frozen=True, slots=True)
 class WaitReport:
-    """A wait that has lasted.
+    """A wait that exceeds the reporting threshold.
 
     Attributes:
-        round: the learner's.
-        cause: what is missing.
-        neighbours: indices of those whom it has not heard, where it waits for neighbours.
+        round: the learner's current round.
+        cause: what it waits for.
+        neighbours: for cause NEIGHBOUR, indices of those whose messages are missing.
     """
 
     round: int
@@ -135,62 +135,62 @@ class WaitReport:
     neighbours: tuple[int, ...] = ()
 
     def to_wire(self) -> coordinator_pb2.Wait:
-        """As a message."""
+        """Encode as a message."""
         cause = coordinator_pb2.WaitCause.Value(f"WAIT_CAUSE_{self.cause.name}")
         return coordinator_pb2.Wait(round=self.round, cause=cause, neighbours=self.neighbours)
 
     @classmethod
     def from_wire(cls, report: coordinator_pb2.Report) -> WaitReport | None:
-        """Read it off a report; None: the learner waits for nothing, or for something that is unknown here."""
-        said = report.wait
+        """Decode the wait in a report; None if the learner waits for nothing, or for a cause unknown here."""
+        wait = report.wait
         causes = {coordinator_pb2.WaitCause.Value(f"WAIT_CAUSE_{cause.name}"): cause for cause in WaitCause}
-        cause = causes.get(said.cause)
-        return None if cause is None else cls(said.round, cause, tuple(said.neighbours))
+        cause = causes.get(wait.cause)
+        return None if cause is None else cls(wait.round, cause, tuple(wait.neighbours))
 
 
-# ---- rules that its neighbours broke ---------------------------------------------------------------------------------
+# ---- violations ------------------------------------------------------------------------------------------------------
 
 
 VIOLATION_KINDS = {coordinator_pb2.ViolationKind.Value(f"VIOLATION_KIND_{rule.name}"): rule for rule in ViolationKind}
-"""Rules that are known here, by their number on the wire."""
+"""Violation kinds known here, by their number on the wire."""
 
 
 class Attribution(Enum):
-    """How a learner knows who spoke."""
+    """Evidence for the identity of the sender of a violating message."""
 
     CLAIM = coordinator_pb2.ATTRIBUTION_CLAIM
-    """It said so, in the clear: anybody could."""
+    """A name sent in the clear, which proves nothing."""
     CERTIFICATE = coordinator_pb2.ATTRIBUTION_CERTIFICATE
-    """It showed its own, and nobody is in between."""
+    """The sender's own certificate, on a direct channel."""
     RELAY = coordinator_pb2.ATTRIBUTION_RELAY
-    """An eavesdropper showed its own, and passes on what the neighbour says, or something else."""
+    """The certificate of an eavesdropper, which may have changed what the neighbour sent."""
 
 
 _ATTRIBUTIONS = {each.value: each for each in Attribution}
 
 
-def read_attribution(said: Violation) -> Attribution:
-    """How sure it is that it was the neighbour; where that is unknown here, it may have been a stranger."""
-    return _ATTRIBUTIONS.get(said.attribution, Attribution.CLAIM)
+def read_attribution(violation: Violation) -> Attribution:
+    """Return the attribution of a violation; an unknown one counts as CLAIM, the weakest."""
+    return _ATTRIBUTIONS.get(violation.attribution, Attribution.CLAIM)
 
 
-def describe_violation(said: Violation, names: Sequence[str]) -> str:
-    """Misconduct in a run as people read it. It quotes nothing that came from the neighbour: no text, and no number.
+def describe_violation(violation: Violation, names: Sequence[str]) -> str:
+    """Describe a violation for users. The text quotes nothing that the neighbour sent, neither text nor number.
 
     Args:
-        said: of a rule that is known here.
-        names: of the run's learners.
+        violation: of a kind known here.
+        names: names of the run's learners.
     """
-    whom, noticed_by = names[said.learner], names[said.reporter]
-    who = {
-        Attribution.CLAIM: f"somebody in the clear under the name of {whom}",
-        Attribution.CERTIFICATE: whom,
-        Attribution.RELAY: f"{whom}, or the relay in between,",
-    }[read_attribution(said)]
-    return f"{who} said {VIOLATION_KINDS[said.kind].value} when round {said.round} was due, as {noticed_by} noticed"
+    learner, reporter = names[violation.learner], names[violation.reporter]
+    sender = {
+        Attribution.CLAIM: f"an unauthenticated sender under the name of {learner}",
+        Attribution.CERTIFICATE: learner,
+        Attribution.RELAY: f"{learner}, or the relay in between,",
+    }[read_attribution(violation)]
+    return f"{sender} sent {VIOLATION_KINDS[violation.kind].value} when round {violation.round} was due, as {reporter} reported"
 
 
 def describe_violations(run: coordinator_pb2.Run) -> tuple[str, ...]:
-    """All misconduct that is known of a run, as people read it."""
+    """Describe all known violations in a run."""
     names = [each.status.learner for each in run.learners]
     return tuple(describe_violation(each, names) for each in run.violations if each.kind in VIOLATION_KINDS)

@@ -1,9 +1,9 @@
-"""Who is at the other end of a channel: a role and a name, as they stand in its certificate.
+"""Principals: the role and name in the certificate of the other end of a channel.
 
-A principal is written as a URI (`spiffe://ward.example/learner/north`), as SPIFFE has it, so that any authority that can
-name workloads can name ours. Its first part is a trust domain: the authorities of a domain speak for its names, and for no
-others. As gRPC compares hosts and no URIs, a certificate also holds a host that follows from the name:
-who opens a channel to learner north insists on `north.learner.ward.example`, wherever that listens.
+A principal is written as a SPIFFE URI (`spiffe://ward.example/learner/north`), so that any authority that names workloads can
+name ours. Its first part is a trust domain: an authority of a domain certifies names of that domain only. gRPC verifies host
+names, not URIs, so a certificate also holds a host name derived from the principal: a client that opens a channel to learner
+north requires `north.learner.ward.example`, at any address.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _DOMAIN = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9
 _LABEL = r"(?!.*--)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _MAX_DOMAIN_CHARS = 120
 _HASH_DIGITS = 32
-"""Hexadecimal digits in the host of a name that is no label of a host; no label that is a name has two dashes in a row."""
+"""Hexadecimal digits in the host label of a name that is no valid label itself; valid ones have no two dashes in a row."""
 
 
 class Role(StrEnum):
-    """What a principal is in a deployment."""
+    """Role of a principal in a deployment."""
 
     LEARNER = "learner"
     COORDINATOR = "coordinator"
@@ -33,7 +33,7 @@ class Role(StrEnum):
     FEEDER = "feeder"
     OPERATOR = "operator"
     MONITOR = "monitor"
-    """It reads metrics, and may call nothing."""
+    """Reads metrics, and may call nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Principal:
     """A role and a name within a trust domain.
 
     Attributes:
-        role: what it may be allowed, by `sottovoce_rpc.access`.
-        name: a learner's is that of the run spec. With its domain (`east@east.example`) where that is another one than that
-            of the process that asks.
+        role: decides what it may call (`sottovoce_rpc.access`).
+        name: for a learner, its name in the run spec. A principal of another trust domain than this process has the domain
+            in its name (`east@east.example`).
         domain: its trust domain.
     """
 
@@ -53,14 +53,14 @@ class Principal:
 
     @classmethod
     def parse(cls, domain: str, text: str) -> Principal:
-        """From `role/name`, or `role/name@domain` in another domain, as people write it.
+        """Parse `role/name`, or `role/name@domain` for another domain.
 
         Args:
-            domain: of who writes it: a name without a domain is of this one.
-            text: what is written.
+            domain: trust domain of a name without one.
+            text: the identity as a user writes it.
 
         Raises:
-            SpecError: it is none, or the domain is none.
+            SpecError: the text is not an identity, or the domain is not valid.
         """
         role, _, name = text.partition("/")
         bare, _, other = name.partition("@")
@@ -70,18 +70,20 @@ class Principal:
             )
         for each in (domain, other or domain):
             if len(each) > _MAX_DOMAIN_CHARS or re.fullmatch(_DOMAIN, each) is None:
-                raise SpecError(f"a trust domain must look like ward.example, in small letters, got {each[:200]!r}")
+                raise SpecError(f"a trust domain must look like ward.example, in lower case, got {each[:200]!r}")
         return cls(Role(role), bare if other in ("", domain) else name, other or domain)
 
     @classmethod
     def from_uri(cls, uri: str) -> Principal | None:
-        """Of a certificate, by its name in its own domain; None: it names nobody of a deployment."""
+        """Parse the URI of a certificate; None if it names no principal."""
         found = re.fullmatch(r"spiffe://([^/]+)/([^/]+)/([^/]+)", uri)
         if found is None:
             return None
         try:
             name = unquote(found[3], errors="strict")
-            return None if "@" in name else cls.parse(found[1], f"{found[2]}/{name}")  # a name in a URI holds no domain
+            return (
+                None if "@" in name else cls.parse(found[1], f"{found[2]}/{name}")
+            )  # the domain is the URI's host, not the name
         except (SpecError, UnicodeDecodeError):
             return None
 
@@ -89,37 +91,37 @@ class Principal:
         return f"{self.role}/{self.name}"
 
     def qualify_for(self, domain: str) -> Principal:
-        """The same principal as a process of a domain calls it: with its own domain in its name, if that is another one."""
+        """Return this principal as seen from a process of `domain`: with its own domain in its name if that is another one."""
         bare = self.name.partition("@")[0]
         return replace(self, name=bare if self.domain == domain else f"{bare}@{self.domain}")
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it is of another domain than the process that asks."""
+        """Return whether it belongs to another trust domain than this process."""
         return "@" in self.name
 
     def is_one_of(self, *texts: str) -> bool:
-        """Whether one of these, as people write them, names this principal. Its own domain may be written or left out."""
+        """Return whether one of these texts names this principal; its own domain may be written or left out."""
         return str(self) in texts or f"{self.role}/{self.name.partition('@')[0]}@{self.domain}" in texts
 
     @property
     def uri(self) -> str:
-        """As certificates hold it."""
+        """URI of its certificate."""
         return f"spiffe://{self.domain}/{self.role}/{quote(self.name.partition('@')[0], safe='')}"
 
     @property
     def host(self) -> str:
-        """What a client insists on that wants this principal and no other."""
+        """Host name that a client requires in this principal's certificate."""
         return build_host_name(self.domain, self.role, self.name)
 
 
 def build_host_name(domain: str, role: Role, name: str = "") -> str:
-    """The host that certificates of a principal hold; without a name: of everybody in a role.
+    """Return the host name in certificates of a principal; without a name, the one that all principals of a role share.
 
     Args:
-        domain: of who asks.
-        role: the principal's.
-        name: the principal's, with its domain where that is another one.
+        domain: trust domain of this process.
+        role: the principal's role.
+        name: the principal's name, with its domain if that is another one.
     """
     name, _, other = name.partition("@")
     domain = other or domain

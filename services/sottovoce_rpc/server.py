@@ -1,7 +1,7 @@
-"""A gRPC server with health checking and reflection, and the one ladder by which every service ends.
+"""gRPC server with health checking and reflection, and the shutdown sequence of every service.
 
-The ladder: a signal (or the end of standard input) asks it to stop; the service drains within `_DRAIN_TIMEOUT_S`; calls still open
-get `_GRACE_TIMEOUT_S` more; a second signal ends the process at once.
+Shutdown: a signal (or the end of standard input) asks the service to stop; it drains within `_DRAIN_TIMEOUT_S`; open calls get
+`_GRACE_TIMEOUT_S` more; a second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ log = structlog.get_logger()
 _DRAIN_TIMEOUT_S = 3.0
 _GRACE_TIMEOUT_S = 0.5
 HELLO_TIMEOUT_S = 10.0
-"""For whoever opens a stream to say who it is: one on which nobody speaks is not kept."""
+"""Time in which the opener of a stream must send its first message; after that the stream is closed."""
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-"""Bytes of a message where models, records or copies of what was said are carried."""
+"""Maximum bytes of a message with models, records, or copies of learners' messages."""
 MAX_OVERHEAD_BYTES = 1024 * 1024
-"""Bytes around the numbers of a message, at most: names of fields, of its round and sender, of those who get a copy."""
+"""Maximum bytes of a message beside its numbers: names of fields, round and sender, recipients of a copy."""
 MAX_CONTROL_BYTES = 8 * 1024 * 1024
-"""Bytes of what a coordinator is told: a spec with all edges that it serves has about one million."""
+"""Maximum bytes of a message to a coordinator: a spec with all edges that it serves has about one million."""
 MAX_CONCURRENT_CALLS = 4_096
-"""At a time, of one server: gRPC itself bounds neither calls nor connections."""
+"""Maximum number of concurrent calls of one server: gRPC itself bounds neither calls nor connections."""
 DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 100, 1_000
 
 T = TypeVar("T")
@@ -58,10 +58,10 @@ SERVER_OPTIONS: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_time_ms", 10_000),  # a caller that vanished without a word is noticed, too
+    ("grpc.keepalive_time_ms", 10_000),  # detects a caller that vanished without closing its connection
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.server_handshake_timeout_ms", 10_000),  # who connects and says nothing costs a descriptor
-    ("grpc.max_concurrent_streams", 128),  # of a connection; a caller of ours has one for each service that it talks to
+    ("grpc.server_handshake_timeout_ms", 10_000),  # a silent connection holds a file descriptor
+    ("grpc.max_concurrent_streams", 128),  # per connection; our clients open one connection per service
     ("grpc.max_connection_idle_ms", 300_000),
     ("grpc.max_metadata_size", 8 * 1024),
     ("grpc.absolute_max_metadata_size", 16 * 1024),
@@ -70,16 +70,16 @@ CHANNEL_OPTIONS: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.keepalive_time_ms", 20_000),  # a partition without a reset is noticed only by a ping that nobody answers
+    ("grpc.keepalive_time_ms", 20_000),  # a network partition without a reset is detected only by an unanswered ping
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 2_000),  # else up to two minutes, with a service that is back long since
+    ("grpc.max_reconnect_backoff_ms", 2_000),  # gRPC's default, two minutes, delays calls to a service that is back
     ("grpc.enable_http_proxy", 0),
 )
 
 
 def limit_message_size(options: Options, max_message_bytes: int) -> Options:
-    """The options of a server or a channel where what comes has at most so many bytes."""
+    """Return server or channel options with this maximum size of incoming messages."""
     return tuple({**dict(options), "grpc.max_receive_message_length": max_message_bytes}.items())
 
 
@@ -91,60 +91,63 @@ def open_channel(
     credentials: Credentials = NO_IDENTITY,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Channel:
-    """A channel to one of our services.
+    """Open a channel to one of our services.
 
     Args:
-        address: where it listens.
-        whom: the role of whoever must be there, where this process has an identity.
-        name: its name; empty: whoever has that role.
-        credentials: of this process.
-        max_message: bytes of what is answered.
+        address: address of the service.
+        role: role that the service's certificate must have, if this process has an identity.
+        name: name that it must have; empty: any of that role.
+        credentials: credentials of this process.
+        max_message_bytes: maximum bytes of an answer.
 
     Raises:
-        SpecError: it is on another machine, and this process has no identity.
+        SpecError: the service is on another machine, and this process has no identity.
         FailedPrecondition: the files of the identity cannot be used.
     """
     return credentials.open_channel(address, role, name, limit_message_size(CHANNEL_OPTIONS, max_message_bytes))
 
 
 async def wait_until_reachable(
-    to: Channel, who: str, seconds: float, notify: Callable[[str, bool], None] | None = None
+    channel: Channel, who: str, seconds: float, notify: Callable[[str, bool], None] | None = None
 ) -> None:
-    """Wait until a service is there.
+    """Wait until a service can be reached.
 
     Args:
-        to: leads to it.
-        who: it is, for people.
-        seconds: to wait.
-        tell: called with why it is not, as soon as that is known, and whether that is for waiting to mend (False), or not (True).
+        channel: channel to it.
+        who: the service, for users.
+        seconds: time limit.
+        notify: called with each reason of failure as soon as it is known, and with True if waiting will not mend it.
 
     Raises:
-        Unavailable: it is not there by then, and why, as far as that is known.
+        Unavailable: it cannot be reached in time; the text has the reason if it is known.
     """
     try:
-        async with asyncio.timeout(seconds), run_in_background(*([] if notify is None else [_wondering(to, notify)])):
-            await to.channel_ready()
+        async with (
+            asyncio.timeout(seconds),
+            run_in_background(*([] if notify is None else [_report_failures(channel, notify)])),
+        ):
+            await channel.channel_ready()
     except TimeoutError:
-        why = explain_handshake_failure(await _why_not(to)) or "is it running, and is the address right?"
+        why = explain_handshake_failure(await _get_last_failure(channel)) or "is it running, and is the address right?"
         raise Unavailable(f"cannot reach {who} within {seconds:g} s: {why}") from None
 
 
-async def _wondering(to: Channel, tell: Callable[[str, bool], None]) -> None:
-    """Tell each reason once, at the first failure that shows it."""
-    told = ""
+async def _report_failures(channel: Channel, notify: Callable[[str, bool], None]) -> None:
+    """Report each reason once, at the first failure that shows it."""
+    last = ""
     while True:
-        if (state := to.get_state(try_to_connect=True)) is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-            text = await _why_not(to)
+        if (state := channel.get_state(try_to_connect=True)) is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            text = await _get_last_failure(channel)
             why = explain_handshake_failure(text) or explain_unreachable(text)
-            if why not in ("", told):
-                told = why
-                tell(why, bool(explain_handshake_failure(text)))
-        await to.wait_for_state_change(state)
+            if why not in ("", last):
+                last = why
+                notify(why, bool(explain_handshake_failure(text)))
+        await channel.wait_for_state_change(state)
 
 
-async def _why_not(to: Channel) -> str:
-    """How the last try to reach the other end of a channel failed, in gRPC's words; empty: nothing is known."""
-    stub: Any = health_pb2_grpc.HealthStub(to)
+async def _get_last_failure(channel: Channel) -> str:
+    """Return gRPC's text for the last failed connection attempt of a channel; empty if there is none."""
+    stub: Any = health_pb2_grpc.HealthStub(channel)
     try:
         await stub.Check(health_pb2.HealthCheckRequest(), timeout=HELLO_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
@@ -154,7 +157,7 @@ async def _why_not(to: Channel) -> str:
 
 @dataclass(slots=True)
 class RunningServer:
-    """A started server and where it listens, and whom it refused."""
+    """A started server, its listen address, and its count of refused calls."""
 
     server: grpc.aio.Server
     address: str
@@ -162,7 +165,7 @@ class RunningServer:
     refusals: Refusals
 
     async def stop(self) -> None:
-        """Tell health checkers, let open calls end, then cut them."""
+        """Report NOT_SERVING to health checks, let open calls end, then cut them."""
         await self.health.enter_graceful_shutdown()
         await self.server.stop(_GRACE_TIMEOUT_S)
 
@@ -180,8 +183,8 @@ async def start_server(
         listen: `host:port`; port 0 picks a free one.
         add: registers the servicers.
         names: full names of the services, for health and reflection.
-        credentials: of this process.
-        max_message: bytes of what it is sent.
+        credentials: credentials of this process.
+        max_message_bytes: maximum bytes of an incoming message.
 
     Raises:
         SpecError: other machines can reach the address, and this process has no identity.
@@ -209,10 +212,10 @@ async def start_server(
 
 
 def listen_on(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None = None) -> str:
-    """Bind a server to an address, with TLS if there are credentials, and return it with its port.
+    """Bind a server to an address, with TLS if there are credentials; return the address with its actual port.
 
     Raises:
-        Unavailable: the address is taken, or not one of this machine's.
+        Unavailable: the address is in use, or not one of this machine's.
     """
     try:
         port = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
@@ -221,7 +224,7 @@ def listen_on(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCred
     if port == 0:
         raise Unavailable(f"cannot listen on {listen}: the port is in use, or the host is not this machine's")
     if listen.startswith("unix:"):
-        Path(listen.removeprefix("unix:").removeprefix("//")).chmod(0o600)  # for this user alone
+        Path(listen.removeprefix("unix:").removeprefix("//")).chmod(0o600)  # accessible to this user only
         return listen
     address = f"{listen.rsplit(':', 1)[0]}:{port}"
     listen_addresses[server] = address
@@ -229,29 +232,31 @@ def listen_on(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCred
 
 
 def announce(service: str, **facts: str) -> None:
-    """One JSON line on standard output: whoever started this process reads where it listens."""
+    """Print one JSON line on standard output, from which the starter of this process reads where it listens."""
     print(json.dumps({"service": service, **facts}), flush=True)
 
 
-async def _until_told_to_stop(*, with_stdin: bool = False) -> str:
-    """Wait for SIGTERM, SIGINT or (`with_stdin`) the end of standard input; says which. A second signal kills."""
+async def _wait_for_stop(*, with_stdin: bool = False) -> str:
+    """Wait for SIGTERM, SIGINT or (`with_stdin`) the end of standard input; return which. A second signal kills the process."""
     loop = asyncio.get_running_loop()
-    told: asyncio.Future[str] = loop.create_future()
+    stop_reason: asyncio.Future[str] = loop.create_future()
 
-    def tell(reason: str) -> None:
-        if told.done():
+    def handle_signal(reason: str) -> None:
+        if stop_reason.done():
             os._exit(130)
-        told.set_result(reason)
+        stop_reason.set_result(reason)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, tell, number.name)
+        loop.add_signal_handler(number, handle_signal, number.name)
     async with Tasks() as tasks:
         if with_stdin:
             reader = asyncio.StreamReader()
             await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
             ended = tasks.start(reader.read())
-            ended.add_done_callback(lambda _: None if told.done() else told.set_result("standard input ended"))
-        return await told
+            ended.add_done_callback(
+                lambda _: None if stop_reason.done() else stop_reason.set_result("standard input ended")
+            )
+        return await stop_reason
 
 
 async def serve_until_stopped(
@@ -262,29 +267,30 @@ async def serve_until_stopped(
     drain_timeout_s: float = _DRAIN_TIMEOUT_S,
     log_stop: bool = True,
 ) -> None:
-    """Run a started service: until it is told to stop, or one of its endless works fails; then the ladder.
+    """Run a started service until it is asked to stop or one of its works fails; then run the shutdown sequence.
 
     Args:
-        stop: drains and closes the service, and is told why it ends.
-        work: what it does in the meantime.
-        with_stdin: stop when standard input ends, so that no service outlives whoever started it.
-        drain_s: how long `stop` may take; then it is cut off.
-        logged: whether the log says that it ends, and why.
+        stop: drains and closes the service; receives the reason.
+        work: endless coroutines of the service.
+        stop_with_stdin: stop when standard input ends, so that a service does not outlive its starter.
+        drain_timeout_s: time for `stop`; then it is cut off.
+        log_stop: log that the service stops, and why.
 
     Raises:
-        SottovoceError: what a work failed with.
+        SottovoceError: the error of a failed work.
     """
+    gc.freeze()  # objects made by imports live forever: collections need not scan them
     gc.freeze()  # what imports made stays for good: no later collection need look at it again
     hide_error_texts(asyncio.get_running_loop())
     async with Tasks() as signals:  # ended last: a second signal during the drain must still kill
-        told = signals.start(_until_told_to_stop(with_stdin=stop_with_stdin))
+        stopped = signals.start(_wait_for_stop(with_stdin=stop_with_stdin))
         why = "cancelled"
         try:
             async with Tasks() as works:
                 done, _ = await asyncio.wait(
-                    [told, *(works.start(each) for each in work)], return_when=asyncio.FIRST_COMPLETED
+                    [stopped, *(works.start(each) for each in work)], return_when=asyncio.FIRST_COMPLETED
                 )
-            why = told.result() if told in done else "its work has failed"
+            why = stopped.result() if stopped in done else "its work has failed"
         finally:
             if log_stop:
                 log.info("stopping", reason=why)
@@ -296,22 +302,24 @@ async def serve_until_stopped(
 
 
 def paginate(items: Mapping[str, T], size: int, token: str) -> tuple[list[T], str]:
-    """One page of items.
+    """Return one page of items.
 
     Args:
         items: by id, in the order of the list.
-        size: items on a page; 0: the usual.
-        token: of the page, as the page before gave it: the id of its last item; empty: the first page.
+        size: items per page; 0: the default.
+        token: page token returned with the page before, the id of its last item; empty: the first page.
 
     Returns:
-        The items, and the token of the next page; empty: there is none.
+        The items, and the token of the next page; empty if there is none.
 
     Raises:
-        SpecError: a token that is none, or of an item that is no longer here.
+        SpecError: the token is unknown, or its item is no longer in the list.
     """
     ids = list(items)
     if token and token not in items:
-        raise SpecError(f"the page token must be one that this service gave, got {token!r}: begin with the first page")
+        raise SpecError(
+            f"the page token must be one that this service returned, got {token!r}: begin with the first page"
+        )
     first = ids.index(token) + 1 if token else 0
     last = first + min(size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
     return [items[each] for each in ids[first:last]], ids[last - 1] if last < len(ids) else ""

@@ -1,8 +1,8 @@
-"""What a learner has said, signed: nobody on the way can say another thing in its name, and it cannot deny what it said.
+"""Signatures of the messages that a learner sent: no intermediary can forge them, and the sender cannot deny them.
 
-To sign a message takes longer than to make it. So a learner signs the digests of a block of rounds together, behind the last
-one. Until then what it said is trusted as its channel is, and is no evidence. Who has heard only some rounds of a block can check
-these. Two signatures of one learner that disagree on a round prove to anybody that it has said two things in it.
+Signing takes longer than creating a message. So a learner signs the digests of a block of rounds together, after the last one.
+Until then its messages are only as trustworthy as the channel, and are no evidence. A recipient of only some rounds of a block
+can verify these. Two signatures of one learner that disagree on a round prove that it sent two different messages in it.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from sottovoce_rpc.principals import Principal
 from sottovoce_wire.v1 import learner_pb2
 
 ROUNDS_PER_BLOCK = 32
-"""Rounds that are signed together."""
+"""Number of rounds signed together."""
 DIGEST_BYTES = 32
-"""Bytes of the digest of a message."""
+"""Length of a message digest in bytes."""
 EMPTY_DIGESTS = bytes(ROUNDS_PER_BLOCK * DIGEST_BYTES)
-"""The digests of a block in which nothing was said."""
-_PURPOSE = b"sottovoce: digests of what a learner said in a block of rounds, 1\0"
+"""Digests of a block without messages."""
+_PURPOSE = b"sottovoce: digests of what a learner said in a block of rounds, 1\0"  # part of the signed bytes
 _MAX_CERTIFICATES_BYTES = 16 * 1024
 _MAX_CHAIN_DEPTH = 4
-"""Authorities between one that is believed and a learner."""
+"""Maximum number of intermediate authorities between a trusted one and a learner."""
 _PSS = padding.PSS(padding.MGF1(hashes.SHA256()), padding.PSS.DIGEST_LENGTH)
 _SIGNATURE = b"\x1a"
-"""Protobuf's tag of a Signature in an ExchangeMessage, its first byte."""
+"""Protobuf tag of a Signature in an ExchangeMessage: its first byte."""
 
 
 def compute_frame_digest(frame: bytes) -> bytes:
-    """Of a round's message: SHA-256 of its bytes."""
+    """Return the SHA-256 of a round's message bytes."""
     return hashlib.sha256(frame).digest()
 
 
 def is_signature(payload: bytes) -> bool:
-    """Is this what stands in a stream behind a block of rounds?"""
+    """Return whether a message of a stream is the signature of a block of rounds."""
     return payload.startswith(_SIGNATURE)
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What a learner says that it said.
+    """A learner's statement of the messages that it sent in a block of rounds.
 
     Attributes:
         run_id: the run.
-        sender: its index.
-        block: rounds `BLOCK * block` to `BLOCK * (block + 1) - 1`.
-        digests: of each of them, one behind the other; zeros where it said nothing.
+        sender: index of the learner.
+        block: block number; it covers rounds `ROUNDS_PER_BLOCK * block` to `ROUNDS_PER_BLOCK * (block + 1) - 1`.
+        digests: concatenated digests of these rounds; zeros for a round without a message.
     """
 
     run_id: str
@@ -68,7 +68,7 @@ class Statement:
     digests: bytes
 
     def __getitem__(self, t: int) -> bytes | None:
-        """The digest of round t; None: it is of another block, or the learner does not say that it said anything."""
+        """Return the digest of round t; None if the round is of another block, or no message is stated for it."""
         k = t - ROUNDS_PER_BLOCK * self.block
         if not 0 <= k < ROUNDS_PER_BLOCK:
             return None
@@ -77,7 +77,7 @@ class Statement:
 
     @property
     def content(self) -> bytes:
-        """What is signed."""
+        """Bytes that are signed."""
         run = self.run_id.encode()
         numbers = b"".join(n.to_bytes(8, "little") for n in (len(run), self.sender, self.block))
         return b"".join((_PURPOSE, numbers, run, self.digests))
@@ -85,12 +85,12 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class SignedStatement:
-    """A statement with a signature that nobody has checked yet.
+    """A statement with a signature not verified yet.
 
     Attributes:
-        statement: what is said.
-        certificates: of the signer, PEM, its own first.
-        signature: over the statement's content.
+        statement: the statement.
+        certificates: PEM of the signer's chain, its own certificate first.
+        signature: signature over the statement's content.
     """
 
     statement: Statement
@@ -98,13 +98,13 @@ class SignedStatement:
     signature: bytes
 
     def encode(self) -> bytes:
-        """As it stands in a stream."""
-        said = self.statement
+        """Encode as a message of the stream."""
+        statement = self.statement
         return learner_pb2.ExchangeMessage(
             signature=learner_pb2.Signature(
-                block=said.block,
-                sender=said.sender,
-                digests=said.digests,
+                block=statement.block,
+                sender=statement.sender,
+                digests=statement.digests,
                 certificates=self.certificates,
                 signature=self.signature,
             )
@@ -112,39 +112,42 @@ class SignedStatement:
 
     @classmethod
     def decode(cls, run_id: str, payload: bytes) -> SignedStatement:
-        """`encode` backwards.
+        """Decode a message of the stream.
 
         Raises:
-            RemoteProtocolError: it is none.
+            RemoteProtocolError: the bytes are not a signature, or have a wrong size.
         """
-        said = read_signature(payload)
-        if len(said.digests) != len(EMPTY_DIGESTS) or len(said.certificates) > _MAX_CERTIFICATES_BYTES:
+        message = read_signature(payload)
+        if len(message.digests) != len(EMPTY_DIGESTS) or len(message.certificates) > _MAX_CERTIFICATES_BYTES:
             raise RemoteProtocolError(
-                f"a signature must have {len(EMPTY_DIGESTS)} bytes of digests and at most {_MAX_CERTIFICATES_BYTES} of certificates, got "
-                f"{len(said.digests)} and {len(said.certificates)}"
+                f"a signature must have {len(EMPTY_DIGESTS)} bytes of digests and at most {_MAX_CERTIFICATES_BYTES} of "
+                "certificates, got "
+                f"{len(message.digests)} and {len(message.certificates)}"
             )
-        return cls(Statement(run_id, said.sender, said.block, said.digests), said.certificates, said.signature)
+        return cls(
+            Statement(run_id, message.sender, message.block, message.digests), message.certificates, message.signature
+        )
 
     @property
     def claimed_principal(self) -> Principal | None:
-        """Whom the signer's certificate names, which nobody has checked; None: nobody of a deployment."""
+        """Principal that the signer's certificate names, not verified; None if it names none."""
         try:
             return read_principal(x509.load_pem_x509_certificate(self.certificates))
         except (ValueError, x509.InvalidVersion):
             return None
 
     def verify_signature(self, authorities: bytes, moment: datetime) -> x509.Certificate:
-        """The certificate of who has signed this.
+        """Verify certificates and signature, and return the signer's certificate.
 
         Args:
-            authorities: that are believed, PEM.
-            moment: at which the certificates must be valid.
+            authorities: trusted authorities, PEM.
+            moment: time at which the certificates must be valid.
 
         Raises:
-            PermissionDenied: none of theirs, or the signature is not of its key.
+            PermissionDenied: the chain leads to none of the authorities, or the signature is not of the certificate's key.
         """
         found = verify_chain(self.certificates, authorities, moment)
-        if not _holds(found.public_key(), self.signature, self.statement.content):
+        if not _is_signature_of(found.public_key(), self.signature, self.statement.content):
             raise PermissionDenied("a signature that is not of the key of its certificate", ViolationKind.SIGNATURE)
         return found
 
@@ -153,10 +156,10 @@ class SignedStatement:
 
 
 def sign(key: PrivateKeyTypes, content: bytes) -> bytes:
-    """A signature, of one length for one key.
+    """Sign content; the length of the signature depends on the key only.
 
     Raises:
-        FailedPrecondition: with such a key nothing can be signed here.
+        FailedPrecondition: the type of the key is not supported.
     """
     match key:
         case ec.EllipticCurvePrivateKey():
@@ -170,8 +173,8 @@ def sign(key: PrivateKeyTypes, content: bytes) -> bytes:
     )
 
 
-def _holds(key: PublicKeyTypes, signature: bytes, content: bytes) -> bool:
-    """Is this a signature of the key?"""
+def _is_signature_of(key: PublicKeyTypes, signature: bytes, content: bytes) -> bool:
+    """Return whether this is a signature of the key over the content."""
     try:
         match key:
             case ec.EllipticCurvePublicKey():
@@ -182,7 +185,7 @@ def _holds(key: PublicKeyTypes, signature: bytes, content: bytes) -> bool:
                 key.verify(signature, content, _PSS, hashes.SHA256())
             case _:
                 return False
-    except (InvalidSignature, UnsupportedAlgorithm):  # of a curve that is not known here
+    except (InvalidSignature, UnsupportedAlgorithm):  # the latter: a curve unknown here
         return False
     return True
 
@@ -190,21 +193,21 @@ def _holds(key: PublicKeyTypes, signature: bytes, content: bytes) -> bool:
 # ---- certificates ----------------------------------------------------------------------------------------------------
 
 
-def _authority(_: object, __: x509.Certificate, found: x509.BasicConstraints) -> None:
+def _require_authority(_: object, __: x509.Certificate, found: x509.BasicConstraints) -> None:
     if not found.ca:
-        raise ValueError("who has signed a certificate is no authority")
+        raise ValueError("the issuer of a certificate is not an authority")
 
 
-def _usage(_: object, __: x509.Certificate, found: x509.KeyUsage | None) -> None:
+def _require_signing_usage(_: object, __: x509.Certificate, found: x509.KeyUsage | None) -> None:
     if found is not None and not found.key_cert_sign:
-        raise ValueError("who has signed a certificate must not sign any")
+        raise ValueError("the issuer of a certificate must not sign certificates (key usage)")
 
 
-# As gRPC's own handshake takes them: many an authority of one's own writes less than those of the web must.
+# The same requirements as in gRPC's own handshake: private authorities often write fewer extensions than web ones must.
 _AUTHORITIES = (
     ExtensionPolicy.permit_all()
-    .require_present(x509.BasicConstraints, Criticality.AGNOSTIC, _authority)
-    .may_be_present(x509.KeyUsage, Criticality.AGNOSTIC, _usage)
+    .require_present(x509.BasicConstraints, Criticality.AGNOSTIC, _require_authority)
+    .may_be_present(x509.KeyUsage, Criticality.AGNOSTIC, _require_signing_usage)
 )
 
 
@@ -212,36 +215,34 @@ _REASONS = {
     "candidates exhausted": "none of the authorities given has issued them, or they were not valid when they were used",
     "not valid at validation time": "they were not valid when they were used",
 }
-"""What the library says, and what we do."""
+"""Our texts for the texts of the library."""
 
 
 def verify_chain(certificates: bytes, authorities: bytes, moment: datetime) -> x509.Certificate:
-    """The first certificate of a chain that leads to one of some authorities.
+    """Verify a certificate chain, and return its first certificate.
 
     Args:
-        certificates: PEM, its own first.
-        authorities: PEM.
-        moment: at which all of them must be valid.
+        certificates: PEM, the own certificate first.
+        authorities: trusted authorities, PEM.
+        moment: time at which all certificates must be valid.
 
     Raises:
-        PermissionDenied: it does not, or not at this moment.
+        PermissionDenied: the chain leads to none of the authorities, or is not valid at this time.
     """
-    # A minute is found to be right once. Its end: a certificate may have been issued in it.
-    return _leaf(certificates, authorities, moment.replace(second=0, microsecond=0) + timedelta(minutes=1))
+    # Verified once a minute, for the end of the minute: a certificate may have been issued in it.
+    return _verify_chain(certificates, authorities, moment.replace(second=0, microsecond=0) + timedelta(minutes=1))
 
 
 @lru_cache(maxsize=256)
-def _leaf(certificates: bytes, authorities: bytes, moment: datetime) -> x509.Certificate:
+def _verify_chain(certificates: bytes, authorities: bytes, moment: datetime) -> x509.Certificate:
     try:
         own, *between = x509.load_pem_x509_certificates(certificates)
         policy = PolicyBuilder().store(Store(x509.load_pem_x509_certificates(authorities))).time(moment)
         policy = policy.max_chain_depth(_MAX_CHAIN_DEPTH)
         policy = policy.extension_policies(ca_policy=_AUTHORITIES, ee_policy=ExtensionPolicy.permit_all())
         policy.build_client_verifier().verify(own, between)
-    except Exception as error:  # noqa: BLE001 - a stranger's bytes, in a library with many exceptions of its own
-        told = " ".join(str(error).split())[:200]
-        why = next((ours for theirs, ours in _REASONS.items() if theirs in told), told)
-        raise PermissionDenied(
-            f"a signature whose certificates do not lead to an authority that is believed: {why}"
-        ) from None
+    except Exception as error:  # noqa: BLE001 - foreign bytes, in a library with many exceptions of its own
+        text = " ".join(str(error).split())[:200]
+        why = next((ours for theirs, ours in _REASONS.items() if theirs in text), text)
+        raise PermissionDenied(f"a signature whose certificates do not lead to a trusted authority: {why}") from None
     return own

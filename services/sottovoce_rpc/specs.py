@@ -1,4 +1,4 @@
-"""Run specs on the wire: written with their format, read tolerantly, compared; and what no channel could carry."""
+"""Run specs and run ids on the wire: encoding, tolerant reading, hashing, size check, and the schedule of progress reports."""
 
 from __future__ import annotations
 
@@ -20,63 +20,63 @@ log = structlog.get_logger()
 
 
 def spec_to_wire(spec: RunSpec) -> str:
-    """The spec as a document, JSON."""
+    """Encode a spec as a JSON document with its format version."""
     return json.dumps(add_format(spec.model_dump(mode="json")))
 
 
 def document_from_wire(text: str) -> object:
-    """A document as this version takes it; fields of a newer one are left out, and their names logged.
+    """Parse a spec document; drop fields of a newer version and log their names.
 
     Raises:
-        SpecError: not JSON, or a format that is none.
+        SpecError: the text is not JSON, or its format is not known.
     """
     try:
         document, left_out = drop_unknown_fields(json.loads(text), RunSpec)
-    except (ValueError, RecursionError) as error:  # a number of too many digits, or nested too deep
+    except (ValueError, RecursionError) as error:  # an integer with too many digits, or nesting that is too deep
         raise SpecError(f"the run spec must be JSON: {error}") from None
     if left_out:
-        log.warning("the run spec is of a newer version: fields are left out", fields=left_out)
+        log.warning("the run spec is of a newer version: unknown fields are dropped", fields=left_out)
     return document
 
 
 def spec_from_wire(text: str, *, imports: bool) -> RunSpec:
-    """The spec of a document.
+    """Parse and validate a spec.
 
     Args:
         text: JSON.
-        imports: whether it may name code to import.
+        imports: allow the spec to name code to import.
 
     Raises:
-        SpecError: it is not valid.
+        SpecError: the spec is not valid.
     """
     return parse_spec(document_from_wire(text), allow_imports=imports)
 
 
 def compute_plan_hash(spec: RunSpec, n_features: int) -> bytes:
-    """SHA-256 of what all learners of a run must have been told alike: its spec and the features of a record.
+    """Return the SHA-256 that must be equal for all learners of a run: of its spec and the number of features of a record.
 
-    What is None is left out, so that a field that a later version adds changes nothing as long as nobody sets it.
+    Fields that are None are left out, so that a field added by a later version changes nothing until it is set.
     """
     plan = {"spec": spec.model_dump(mode="json", exclude_none=True), "n_features": n_features}
     return hashlib.sha256(json.dumps(plan, sort_keys=True, separators=(",", ":")).encode()).digest()
 
 
 def check_size(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a run whose messages no channel carries, before anything as large is made.
+    """Refuse a run whose messages are larger than a channel carries, before any array of that size is allocated.
 
     Args:
-        shapes: of the fields of a round's message.
+        shapes: shapes of the fields of a round's message.
 
     Raises:
-        SpecError: they are too long.
+        SpecError: a message is too large.
     """
     size = 8 * sum(math.prod(shape) for shape in shapes.values())
     if size > MAX_MESSAGE_BYTES:
-        raise SpecError(f"a message may have {MAX_MESSAGE_BYTES} bytes, got {size}: n_features is too large")
+        raise SpecError(f"a message may have at most {MAX_MESSAGE_BYTES} bytes, got {size}: n_features is too large")
 
 
 def require_run_id(run_id: str) -> None:
-    """Refuse what cannot be part of a file's name, as a run's id is.
+    """Require an id that can be part of a file name.
 
     Raises:
         RemoteProtocolError: it cannot.
@@ -88,38 +88,36 @@ def require_run_id(run_id: str) -> None:
 
 
 def resolve_run_id(given: str, known: Iterable[str]) -> str:
-    """The id of a run of which somebody gives as much as tells it from others; what begins none is returned as it is.
+    """Expand a unique prefix of a run id; return it unchanged if no run matches.
 
     Args:
-        given: an id, or its beginning; empty: none.
-        known: ids.
+        given: a run id or its prefix; an empty one matches nothing.
+        known: ids of all runs.
 
     Raises:
-        SpecError: several begin with it.
+        SpecError: several ids have this prefix.
     """
     ids = list(dict.fromkeys(known))
     found = [each for each in ids if given and each.startswith(given)]
     if given in ids or len(found) < 2:
         return given if given in ids or not found else found[0]
     raise SpecError(
-        f"a run's id, or a beginning that no other one has, is required, got {given!r}, with which several begin: "
-        f"{abbreviate_names(found)}"
+        f"a run id, or a prefix of exactly one, is required, got {given!r}, the prefix of several: {abbreviate_names(found)}"
     )
 
 
-# ---- pace of looks at a run ------------------------------------------------------------------------------------------
+# ---- schedule of progress reports ------------------------------------------------------------------------------------
 
 
 REPORT_DIVISOR = 8
 
 
 def compute_next_report_round(rounds: int, learners: int) -> int:
-    """The number of rounds after which the next look is due, where the last one was after `rounds`.
+    """Return the number of rounds after which the next progress report is due, if the last one was after `rounds`.
 
-    Looks are ever further apart, by an eighth of all rounds so far. So of T rounds about `20 + 8 ln(T / 20)` are looked at (20
-    of 25, 46 of 500, 85 of 50,000), and what looks cost a round vanishes. Of many learners the first looks are further
-    apart, too: all of them together tell at most about eight times a round.
-
+    The distance between reports grows, by an eighth of all rounds so far: T rounds have about `20 + 8 ln(T / 20)` reports (20 for
+    T = 25, 46 for 500, 85 for 50,000), so their cost per round vanishes. With many learners the first reports are further apart,
+    too: all learners together send at most about eight reports a round.
     >>> compute_next_report_round(3, 5), compute_next_report_round(400, 5), compute_next_report_round(3, 800)
     (4, 450, 103)
     """

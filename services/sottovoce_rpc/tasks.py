@@ -1,6 +1,6 @@
-"""Owners of background tasks, which end them, wait for them and log their failures; and messages about what a call waits for.
+"""Background task owners, which cancel, await and log their tasks; and messages to the caller of an RPC that waits long.
 
-A caller that waits for long prints what it waits for, and a service sends it to the caller before its answer.
+The server sends the message in initial metadata, before its answer; the client prints it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 _END_TIMEOUT_S = 2.0
-"""How long tasks that were cancelled may take to clean up."""
+"""Time for cancelled tasks to clean up."""
 
 
 class Tasks:
-    """The tasks of one owner, where an `asyncio.TaskGroup` does not fit: they begin at any time, and one failure ends no other.
+    """Tasks of one owner, where an `asyncio.TaskGroup` does not fit: they start at any time, and one failure ends no other.
 
-    Use it in `async with`, or end it. Whoever started a task reads its result; what nobody reads is given a name, and a
-    failure is logged under it, by kind and place.
+    Use it in `async with`, or call `end`. The starter of a task reads its result; a task whose result is not read gets a failure
+    text, under which its failure is logged by class and place.
     """
 
     def __init__(self) -> None:
@@ -46,26 +46,26 @@ class Tasks:
     ) -> None:
         await self.end()
 
-    def start(self, work: Coroutine[Any, Any, T], what: str = "") -> asyncio.Task[T]:
+    def start(self, work: Coroutine[Any, Any, T], failure_text: str = "") -> asyncio.Task[T]:
         """Start a task.
 
         Args:
-            work: what it does.
-            what: what a failure is called in the log; empty where somebody reads the result.
+            work: coroutine to run.
+            failure_text: log event for a failure; empty if the result is read.
         """
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
 
         def done(task: asyncio.Task[T]) -> None:
             self._tasks.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None and what:
-                log.error(what, **describe_failure(error))
+            if not task.cancelled() and (error := task.exception()) is not None and failure_text:
+                log.error(failure_text, **describe_failure(error))
 
         task.add_done_callback(done)
         return task
 
     async def end(self, seconds: float = _END_TIMEOUT_S) -> None:
-        """Cancel what still runs, and give it so long to clean up."""
+        """Cancel running tasks, and wait up to `seconds` for their cleanup."""
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -77,12 +77,12 @@ class Tasks:
 
 @asynccontextmanager
 async def run_in_background(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
-    """Do these works while the block lasts. Its end cancels them; a failure of one ends the block, with that error.
+    """Run coroutines during the block. Its end cancels them; a failure of one ends the block with that error.
 
-    An `asyncio.TaskGroup` that waits for nobody but the block, and raises what failed first as it is, not in a group.
+    Unlike `asyncio.TaskGroup`, it waits for the block only, and raises the first error itself, not in a group.
     """
     owner = asyncio.current_task()
-    assert owner is not None  # noqa: S101 - asynchronous code runs in one
+    assert owner is not None  # noqa: S101 - asynchronous code runs in a task
     before = owner.cancelling()
     try:
         async with asyncio.TaskGroup() as group:
@@ -97,19 +97,19 @@ async def run_in_background(*works: Coroutine[Any, Any, object]) -> AsyncIterato
 
 
 def extract_first_error(error: BaseException) -> BaseException:
-    """What a group of errors, or of such groups, began with."""
+    """Return the first error of a (nested) exception group."""
     return extract_first_error(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 async def run_cleanup(work: Coroutine[Any, Any, object], seconds: float) -> bool:
-    """Give cleanup its time, even if whoever waits for it is cancelled; False when it was cut off."""
+    """Run cleanup to its end or for `seconds`, even if the caller is cancelled; return False if it was cut off."""
     task = asyncio.get_running_loop().create_task(work)
     cancelled: asyncio.CancelledError | None = None
     until = asyncio.get_running_loop().time() + seconds
     while not task.done() and (left := until - asyncio.get_running_loop().time()) > 0:
         try:
             await asyncio.wait([task], timeout=left)
-        except asyncio.CancelledError as error:  # it waits until the cleanup is over, which is bounded
+        except asyncio.CancelledError as error:  # re-raised after the cleanup, whose time is bounded
             cancelled = error
     in_time = task.done()
     task.cancel()
@@ -124,86 +124,87 @@ async def run_cleanup(work: Coroutine[Any, Any, object], seconds: float) -> bool
 
 
 WAIT_NOTICE_DELAY_S = 1.5
-"""After which whoever waits is told for what."""
+"""Time after which a caller is informed what its call waits for."""
 _KEY = "sottovoce-waiting-bin"
-"""Of the metadata before an answer. Its text names learners and services of the caller's spec, and who else has joined."""
+"""Key of the initial metadata. The text names learners and services of the caller's spec, and which others have joined."""
 
 NotifyWait = Callable[[str], Awaitable[None]]
-"""Says what is waited for."""
+"""Callback that sends what is waited for."""
 
 M = TypeVar("M", bound=Message)
 
 
 @asynccontextmanager
-async def notify_if_slow(tell: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """Have it told, once, where what is done within takes long."""
+async def notify_if_slow(notify: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Call `notify` once if the block takes long."""
 
     async def later() -> None:
         await asyncio.sleep(WAIT_NOTICE_DELAY_S)
-        await tell()
+        await notify()
 
     async with Tasks() as tasks:
-        tasks.start(later(), "what is waited for could not be told")
+        tasks.start(later(), "the wait notice could not be sent")
         yield
 
 
 def build_wait_notifier(context: grpc.aio.ServicerContext[Any, Any]) -> NotifyWait:
-    """Tells whoever calls, who is told once: the first thing."""
-    told = False
+    """Return a callback that sends its first text to the caller in initial metadata, and ignores later ones."""
+    is_sent = False
 
-    async def tell(text: str) -> None:
-        nonlocal told
-        if not told:
-            told = True
+    async def send(text: str) -> None:
+        nonlocal is_sent
+        if not is_sent:
+            is_sent = True
             await context.send_initial_metadata(((_KEY, text.encode()),))
 
-    return tell
+    return send
 
 
 def call_with_early_metadata(
-    to: grpc.aio.Channel, method: str, request: Message, answer: type[M], timeout_s: float
+    channel: grpc.aio.Channel, method: str, request: Message, answer_type: type[M], timeout_s: float
 ) -> grpc.aio.UnaryStreamCall[Any, M]:
-    """A call whose metadata are there before its answer: those of what is no stream gRPC hands over together with it.
+    """Start a unary call as a stream: gRPC delivers the initial metadata of a unary call only together with its answer.
 
     Args:
-        to: the service.
-        method: its path.
-        request: to ask.
-        answer: its class.
-        timeout_s: to wait.
+        channel: channel to the service.
+        method: full path of the method.
+        request: request message.
+        answer_type: class of the answer.
+        timeout_s: time limit of the call.
     """
-    ask: grpc.aio.UnaryStreamMultiCallable[Any, M] = to.unary_stream(
-        method, request_serializer=type(request).SerializeToString, response_deserializer=answer.FromString
+    start: grpc.aio.UnaryStreamMultiCallable[Any, M] = channel.unary_stream(
+        method, request_serializer=type(request).SerializeToString, response_deserializer=answer_type.FromString
     )
-    return ask(request, timeout=timeout_s)
+    return start(request, timeout=timeout_s)
 
 
 async def await_answer(
     call: grpc.aio.UnaryUnaryCall[Any, T] | grpc.aio.UnaryStreamCall[Any, T],
-    to: grpc.aio.Channel,
+    channel: grpc.aio.Channel,
     who: str,
-    say: Callable[[str], None],
+    show: Callable[[str], None],
 ) -> T:
-    """The answer of a call; if it is long in coming, it is said what is waited for.
+    """Return the answer of a call; while it takes long, show what it waits for.
 
     Args:
-        call: just made.
-        to: that it was made on.
-        who: is called, for people.
-        say: to people.
+        call: a call just started.
+        channel: the call's channel.
+        who: the service called, for users.
+        show: shows a line to the user.
 
     Raises:
-        AioRpcError: there is none.
+        AioRpcError: the call failed.
+        RemoteProtocolError: the stream ended without an answer.
     """
 
-    async def wonder() -> None:
-        if to.get_state() is not grpc.ChannelConnectivity.READY:
-            say(f"waiting for {who}: not reached yet; is it running, and is the address right?")
+    async def show_cause() -> None:
+        if channel.get_state() is not grpc.ChannelConnectivity.READY:
+            show(f"waiting for {who}: not reached yet; is it running, and is the address right?")
         for key, value in await call.initial_metadata() or ():
             if key == _KEY and isinstance(value, bytes):
-                say(f"waiting for {escape_control(value.decode(errors='replace'))}")
+                show(f"waiting for {escape_control(value.decode(errors='replace'))}")
 
-    async with notify_if_slow(wonder):
+    async with notify_if_slow(show_cause):
         if isinstance(call, grpc.aio.UnaryUnaryCall):
             return await call
         found = await call.read()

@@ -389,7 +389,7 @@ def test_two_words_in_one_round_are_named_with_the_capture(tmp_path: Path) -> No
         return row._replace(payload=row.payload[:-1] + b"\x3f") if twice else row
 
     keep(tmp_path, plan, None, 0, change=change)
-    with pytest.raises(EquivocationError, match="run-0: learner-0 said two different things in round 0"):
+    with pytest.raises(EquivocationError, match="run-0: learner-0 sent two different messages in round 0"):
         audited(tmp_path, plan)
 
 

@@ -275,10 +275,10 @@ def test_what_a_stranger_says_is_held_against_what_is_there(tmp_path: Path, fiel
 
 
 EDGES: dict[str, tuple[dict[str, Any], str]] = {
-    "no neighbour": ({"callee": 2}, "learner-2 does not hear learner-0 in round 0"),
+    "no neighbour": ({"callee": 2}, "learner-2 does not receive from learner-0 in round 0"),
     "no learner": ({"callee": 9}, "there are 3 learners"),
-    "at neither end": ({"sender": 2}, "learner-2 cannot speak on the edge of learner-0 and learner-1"),
-    "to itself": ({"callee": 0}, "learner-0 cannot speak on the edge of learner-0 and learner-0"),
+    "at neither end": ({"sender": 2}, "learner-2 cannot send on the edge of learner-0 and learner-1"),
+    "to itself": ({"callee": 0}, "learner-0 cannot send on the edge of learner-0 and learner-0"),
 }
 
 

@@ -159,7 +159,7 @@ def test_a_change_of_state_is_said_at_once() -> None:
     assert [line.split()[2] for line in written(console).splitlines()[1:]] == ["connecting", "running"]
 
 
-NOTICED = ("Bergen said a round that was not its turn when round 3 was due, as Aarhus noticed", "and", "so", "on")
+NOTICED = ("Bergen sent a round that was not its turn when round 3 was due, as Aarhus reported", "and", "so", "on")
 
 
 def test_misconduct_is_said_at_once_and_once() -> None:

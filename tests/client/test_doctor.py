@@ -73,7 +73,7 @@ async def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path, monkeypatch
         found = await run_checks(CheckTargets(up.operator, services, [journals, tmp_path / "nowhere"]))
     wrong = {each.subject: each.text for each in found if each.state == "error"}
     assert "set both by NTP" in wrong[f"coordinator {up.coordinator}: clock"]
-    assert "somebody else is there" in wrong[f"learner {up.eavesdropper}"]
+    assert "another service is there" in wrong[f"learner {up.eavesdropper}"]
     assert "is it running" in wrong["learner 127.0.0.1:1"]
     assert "no such folder" in wrong[f"state {tmp_path / 'nowhere'}"]
     assert "ann.runs" in wrong[f"state {journals}: ann"]
@@ -201,7 +201,7 @@ async def test_metrics_that_are_not_told_are_said_with_why(tmp_path: Path) -> No
     nobody = await run_checks(CheckTargets(Credentials(), metrics_addresses=["127.0.0.1:1", "nonsense"]))
     silent, stranger = (of(each, f"metrics {address}") for each in found)
     assert (silent.state, "--identity" in silent.text) == ("error", True)
-    assert (stranger.state, "no authority that this process believes" in stranger.text) == ("error", True)
+    assert (stranger.state, "no authority that this process trusts" in stranger.text) == ("error", True)
     assert "is it running with --metrics" in of(nobody, "metrics 127.0.0.1:1").text
     assert "HOST:PORT" in of(nobody, "metrics nonsense").text
 

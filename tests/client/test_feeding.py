@@ -297,7 +297,7 @@ async def ended(process: subprocess.Popen[str], given: str | None = None) -> tup
 
 
 async def test_who_is_waited_for_is_said_at_once_and_why() -> None:
-    account, why = FeedCounters(), "nobody listens there: is it running, and is the address right?"
+    account, why = FeedCounters(), "no service listens there: is it running, and is the address right?"
     with structlog.testing.capture_logs() as logs:
         work = feed([Told()], FeedTarget("127.0.0.1:1", patience_s=1_000.0), FeedOptions(), account, asyncio.Event())
         feeding = asyncio.ensure_future(work)

@@ -49,11 +49,11 @@ async def test_runs_are_listed_shown_and_stopped(tmp_path: Path, capsys: pytest.
                 pass  # the coordinator has yet to hear of them
         await up.leave("ben")
         assert up.coordinating is not None
-        run_id = up.coordinating._courses.active_runs[0].machine.run_id
+        run_id = up.coordinating._runs.active_runs[0].machine.run_id
         await up.until_gone("ben")
         for asked in (done.run_id, run_id[:-1]):  # or as much of it as tells it from the others
             await show_run(up.coordinator, asked, console)
-        with pytest.raises(SpecError, match=f"got 'run-', with which several begin: {run_id}, {done.run_id}"):
+        with pytest.raises(SpecError, match=f"got 'run-', the prefix of several: {run_id}, {done.run_id}"):
             await show_run(up.coordinator, "run-", console)
         with reserve_stdout_for_json():
             await stop_run(up.coordinator, run_id[:-1], console)
@@ -100,7 +100,7 @@ async def test_what_learners_noticed_of_each_other_is_shown(tmp_path: Path) -> N
         outcome = await running
     (line,) = outcome.violations
     assert line.startswith(
-        "somebody in the clear under the name of ben said two different things in one round when round "
+        "an unauthenticated sender under the name of ben sent two different things in one round when round "
     )
     assert f"violations {line}" in " ".join(shown.getvalue().split())
 
@@ -117,12 +117,12 @@ async def test_a_run_that_failed_is_taken_up_again(tmp_path: Path) -> None:
         await resume_run(up.coordinator, run_id[:-1], console)
         await stop_run(up.coordinator, run_id, console)
         with pytest.raises(
-            FailedPrecondition, match=f"only a run that failed can be taken up again, and run {run_id} is stopped"
+            FailedPrecondition, match=f"only a run that failed can be resumed, and run {run_id} is stopped"
         ):
             await resume_run(up.coordinator, run_id, console)
     lines = shown.getvalue().splitlines()
     assert lines[:2] == [f"{run_id} connecting from round 0 on", "waiting for ben"]
-    closed = f"nothing is captured since the run was taken up again: the capture of run {run_id!r} is closed"
+    closed = f"nothing is captured since the run was resumed: the capture of run {run_id!r} is closed"
     assert lines[2].startswith(closed)
 
 

@@ -190,7 +190,7 @@ async def test_records_that_have_no_stream_wait_and_say_why(tmp_path: Path, monk
             assert await feeding == 2
     assert waits.empty()
     assert "at most 1 streams of records by callers without an identity" in why
-    assert "bring several sources on one, or give processes identities of their own" in why
+    assert "send several sources on one, or give processes identities of their own" in why
 
 
 # ---- predictions, and how it stands ----------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ async def test_a_learner_says_that_it_does_not_hear_its_coordinator(tmp_path: Pa
                 pass
         feeding.cancel()
     at = rf"[^;]*{re.escape(up.coordinator)}[^;]*"
-    waits = r"it waits for a (grant of the coordinator|neighbour \(\w+\)) in round \d+"
+    waits = r"it waits for a (lease of the coordinator|neighbour \(\w+\)) in round \d+"
     assert re.fullmatch(rf"ann: it has not heard its coordinator since round \d+: {at}; {waits}", faults[0])
 
 
@@ -181,7 +181,7 @@ def test_the_command_exits_with_1_where_anything_is_wrong(capsys: pytest.Capture
             app(["status", *arguments])
         assert left.value.code == 1
     text, _, told = capsys.readouterr().out.partition("{")
-    assert "fault" in text and "nobody listens there" in " ".join(text.split())
+    assert "fault" in text and "no service listens there" in " ".join(text.split())
     found = json.loads("{" + told)
     assert found["run"] is None and "cannot reach the learner at 127.0.0.1:1" in found["faults"][0]
 
@@ -235,7 +235,7 @@ async def test_who_waits_for_a_learner_is_told(command: str, monkeypatch: pytest
 
 
 async def test_a_learner_that_is_not_there_is_not_waited_for() -> None:
-    with pytest.raises(Unavailable, match=f"cannot reach the learner at {NOBODY}: nobody listens there"):
+    with pytest.raises(Unavailable, match=f"cannot reach the learner at {NOBODY}: no service listens there"):
         await enter_owner(NOBODY)
 
 
@@ -284,7 +284,7 @@ def test_a_run_that_failed_is_a_fault_and_one_that_was_stopped_is_none() -> None
 
 
 def test_a_run_that_its_budget_stopped_is_a_fault() -> None:
-    why = "learner-0 stopped speaking: that would be above the budget of 4"
+    why = "learner-0 stopped sending: that would be above the budget of 4"
     spent = consoles.status(0, state=LearnerState.BUDGET_EXHAUSTED, detail="that would be above the budget of 4")
     other = consoles.status(1, state=LearnerState.STOPPED, detail=why)
     over = view(RunObservation(0.0, (spent, other)), state="stopped", ended=consoles.NOON + 5)

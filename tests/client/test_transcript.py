@@ -251,7 +251,7 @@ def test_nothing_said_can_paint_the_terminal(tmp_path: Path) -> None:
     noticed = [{"text": evil}]
     path.write_text(
         json.dumps(
-            {**facts, "run_id": evil, "spec": {"algorithm": {"name": evil}}, "noticed": noticed, "noticed_count": 1}
+            {**facts, "run_id": evil, "spec": {"algorithm": {"name": evil}}, "detections": noticed, "detection_count": 1}
         )
     )
     text = shown(tmp_path)

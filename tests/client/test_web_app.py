@@ -21,7 +21,7 @@ from tests.client.consoles import COOKIE, TOKEN, Told, a_page
 
 GUARD_S = 100.0
 HERE = "http://127.0.0.1:7480"
-FACTS = {"run_id": "run-1", "complete": True, "messages": 12, "bytes": 1200, "noticed_count": 0}
+FACTS = {"run_id": "run-1", "complete": True, "messages": 12, "bytes": 1200, "detection_count": 0}
 
 
 class Browser:
@@ -227,7 +227,7 @@ def test_files_of_others_that_say_nonsense_are_left_out(results: Path, text: str
 def test_what_the_eavesdropper_noticed_is_told(results: Path) -> None:
     place, files = results / "captures" / "run-1-ab" / "capture.json", ResultFiles(results)
     files.list_results()
-    place.write_text(json.dumps({**FACTS, "complete": False, "noticed_count": 2}))
+    place.write_text(json.dumps({**FACTS, "complete": False, "detection_count": 2}))
     (capture,) = files.list_results().captures
     assert capture.state == "not complete; noticed what must never happen: 2"
 

@@ -27,7 +27,7 @@ ANN, BEN = waits("ann", 7, 1), waits("ben", 7, 2)
         (waits("cleo", 7, cause=WaitCause.RECORDS), "cleo has no records for round 7"),
         (waits("cleo", 6, 1), "no messages pass between ben and cleo in round 6"),
         (replace(waits("cleo", 7, cause=WaitCause.LEASE), is_starved=True), "cleo has no records for round 7"),
-        (waits("cleo", 7, cause=WaitCause.LEASE), "cleo waited for a grant of the coordinator in round 7"),
+        (waits("cleo", 7, cause=WaitCause.LEASE), "cleo waited for a lease of the coordinator in round 7"),
     ],
     ids=lambda each: getattr(each, "name", each),
 )

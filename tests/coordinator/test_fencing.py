@@ -20,14 +20,14 @@ def joined(incarnation: int = 1) -> LearnerBinding:
 
 
 def claim(incarnation: int = 1, **more: Any) -> Claim:
-    return Claim(**{"name": "ann", "store": HERE, "incarnation": incarnation, **more})
+    return Claim(**{"name": "ann", "store_id": HERE, "incarnation": incarnation, **more})
 
 
 def test_the_first_learner_of_a_name_binds_it_when_it_confirms() -> None:
     issued = LearnerBinding().admit(claim(0), is_connected=False)
     assert issued == LearnerBinding(HERE, 1, 0)
     assert issued.confirm(claim(0), 1) == joined()
-    assert issued.admit(claim(0, store=ELSEWHERE), is_connected=False) == LearnerBinding(ELSEWHERE, 2, 0)
+    assert issued.admit(claim(0, store_id=ELSEWHERE), is_connected=False) == LearnerBinding(ELSEWHERE, 2, 0)
 
 
 @pytest.mark.parametrize("disk", [1, 2])
@@ -41,25 +41,25 @@ def test_a_death_between_issue_and_confirmation_is_harmless(disk: int) -> None:
 @pytest.mark.parametrize(
     ("said", "live", "kind", "text"),
     [
-        (claim(store=ELSEWHERE), False, PermissionDenied, "sottovoce rebind ann"),
-        (claim(store=ELSEWHERE, rejoins=True), False, PermissionDenied, "another state folder"),
-        (claim(3), True, Unavailable, "is here already: stop the other process"),
-        (claim(2), False, FailedPrecondition, "it knows incarnation 2 and 0 rounds, and must know 3 and 9"),
+        (claim(store_id=ELSEWHERE), False, PermissionDenied, "sottovoce rebind ann"),
+        (claim(store_id=ELSEWHERE, is_rejoin=True), False, PermissionDenied, "another state folder"),
+        (claim(3), True, Unavailable, "is connected already: stop the other process"),
+        (claim(2), False, FailedPrecondition, "it has incarnation 2 and 0 rounds, and must have 3 and 9"),
         (
             claim(3),
             False,
             FailedPrecondition,
-            "has no log of the run that this learner is in, and 9 rounds were said in it",
+            "has no log of the run that this learner is in, and 9 rounds were sent in it",
         ),
         (
             claim(3, journaled=8),
             False,
             FailedPrecondition,
-            "it knows incarnation 3 and 8 rounds, and must know 3 and 9",
+            "it has incarnation 3 and 8 rounds, and must have 3 and 9",
         ),
-        (claim(2, rejoins=True), False, FailedPrecondition, "is an old one and ends"),
+        (claim(2, is_rejoin=True), False, FailedPrecondition, "is an old one and ends"),
         (claim(2**32 + 1), False, RemoteProtocolError, "one more at each start of a learner, at most 4294967296"),
-        (claim(2**63, rejoins=True), True, RemoteProtocolError, "got 9223372036854775808"),
+        (claim(2**63, is_rejoin=True), True, RemoteProtocolError, "got 9223372036854775808"),
     ],
 )
 def test_who_is_refused(said: Claim, live: bool, kind: type[SottovoceError], text: str) -> None:
@@ -69,18 +69,18 @@ def test_who_is_refused(said: Claim, live: bool, kind: type[SottovoceError], tex
 
 def test_whoever_tells_of_too_many_starts_locks_nobody_out() -> None:
     """A stranger joins with the highest number: the learner itself is let in all the same, once its name is free again."""
-    strange = LearnerBinding().admit(claim(MAX_INCARNATION, store=ELSEWHERE), is_connected=False)
-    known = strange.confirm(claim(MAX_INCARNATION, store=ELSEWHERE), strange.issued_incarnation).unbind()
+    strange = LearnerBinding().admit(claim(MAX_INCARNATION, store_id=ELSEWHERE), is_connected=False)
+    known = strange.confirm(claim(MAX_INCARNATION, store_id=ELSEWHERE), strange.issued_incarnation).unbind()
     for _ in range(3):
         known = known.admit(claim(known.confirmed_incarnation), is_connected=False)
         known = known.confirm(claim(known.confirmed_incarnation), known.issued_incarnation)
-        assert known.admit(claim(known.confirmed_incarnation, rejoins=True), is_connected=True) == known
+        assert known.admit(claim(known.confirmed_incarnation, is_rejoin=True), is_connected=True) == known
 
 
 def test_a_process_that_never_stopped_is_taken_back_also_by_a_coordinator_that_knows_nothing() -> None:
     for known in (joined(3), LearnerBinding()):
         for live in (False, True):  # the old stream may not have been noticed as broken
-            assert known.admit(claim(3, rejoins=True), is_connected=live, rounds_committed=9) == joined(3)
+            assert known.admit(claim(3, is_rejoin=True), is_connected=live, rounds_committed=9) == joined(3)
 
 
 def test_a_coordinator_that_knows_nothing_issues_no_number_again() -> None:
@@ -88,7 +88,7 @@ def test_a_coordinator_that_knows_nothing_issues_no_number_again() -> None:
 
 
 def test_another_folder_may_take_a_name_that_was_unbound_and_numbers_go_on() -> None:
-    issued = joined(3).unbind().admit(claim(0, store=ELSEWHERE), is_connected=False)
+    issued = joined(3).unbind().admit(claim(0, store_id=ELSEWHERE), is_connected=False)
     assert issued == LearnerBinding(ELSEWHERE, 4, 0)
 
 
@@ -101,7 +101,7 @@ def test_what_was_not_issued_last_is_not_confirmed() -> None:
     with pytest.raises(FailedPrecondition, match="must confirm incarnation 2, got 1: it was started twice"):
         LearnerBinding(HERE, 2, 0).confirm(claim(0), 1)
     with pytest.raises(FailedPrecondition):
-        LearnerBinding(HERE, 2, 0).confirm(claim(0, store=ELSEWHERE), 2)
+        LearnerBinding(HERE, 2, 0).confirm(claim(0, store_id=ELSEWHERE), 2)
 
 
 class Fencing(RuleBasedStateMachine):
@@ -142,7 +142,7 @@ class Fencing(RuleBasedStateMachine):
             return
         number = self.processes[k % len(self.processes)]
         try:
-            self.known = self.known.admit(claim(number, rejoins=True), is_connected=True)
+            self.known = self.known.admit(claim(number, is_rejoin=True), is_connected=True)
         except FailedPrecondition:
             assert number < self.known.issued_incarnation
             self.processes.remove(number)

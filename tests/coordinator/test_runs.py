@@ -198,7 +198,7 @@ def test_a_run_is_finished_when_everybody_is() -> None:
         (
             LearnerState.BUDGET_EXHAUSTED,
             RunState.STOPPED,
-            "b stopped speaking: no more disk",
+            "b stopped sending: no more disk",
         ),
     ],
 )
@@ -278,7 +278,7 @@ def test_a_clock_that_waits_for_records_blames_who_has_none() -> None:
     for name, ready in (("a", 9), ("c", 9)):
         held.handle_report(status(name, RUNNING, ready=ready), WaitReport(0, WaitCause.LEASE))
     held.handle_report(status("b", RUNNING), WaitReport(0, WaitCause.LEASE))
-    failed = status("a", LearnerState.FAILED, ready=9, detail="waited 60 s for a grant of the coordinator in round 0")
+    failed = status("a", LearnerState.FAILED, ready=9, detail="waited 60 s for a lease of the coordinator in round 0")
     held.handle_report(failed, WaitReport(0, WaitCause.LEASE))
     assert held.detail.startswith("b has no records for round 0: a waited 60 s")
 
@@ -302,7 +302,7 @@ def test_a_neighbour_that_breaks_a_rule_ends_the_run_whether_it_runs_yet_or_not(
             running(held)
         held.handle_report(status("a", RUNNING), None, [of(1)])
         assert held.state is RunState.FAILED
-        assert held.detail == "b said a round that was not its turn when round 3 was due, as a noticed"
+        assert held.detail == "b sent a round that was not its turn when round 3 was due, as a reported"
 
 
 def test_what_is_said_before_the_run_begins_counts_when_it_has() -> None:
@@ -323,7 +323,9 @@ def test_who_may_be_a_stranger_is_remembered_and_no_more(policy: str) -> None:
         held.handle_report(status(name, RUNNING), None, [of(1, Attribution.CLAIM)])
     assert (held.state, held.pending_removals, len(held.violations)) == (RunState.RUNNING, set(), 2)
     held.handle_report(status("a", LearnerState.FAILED, detail="its disk is gone"))
-    assert held.detail.startswith("a failed: its disk is gone; somebody in the clear under the name of b said a round")
+    assert held.detail.startswith(
+        "a failed: its disk is gone; an unauthenticated sender under the name of b sent a round"
+    )
 
 
 def test_the_first_word_on_a_neighbour_stands_and_none_is_on_oneself() -> None:
@@ -340,8 +342,8 @@ def test_a_text_tells_the_first_of_many() -> None:
     held.handle_report(status("a", RUNNING), None, [of(1), of(2)])
     held.handle_report(status("b", RUNNING), None, [of(0)])
     held.handle_report(status("c", RUNNING), None, [of(0, Attribution.CLAIM)])
-    assert held.append_violations("so").count(" noticed") == 3 < len(held.violations)
-    assert held.append_violations("so", learner=2).count(" noticed") == 1
+    assert held.append_violations("so").count(" reported") == 3 < len(held.violations)
+    assert held.append_violations("so", learner=2).count(" reported") == 1
 
 
 # ---- who watches -----------------------------------------------------------------------------------------------------

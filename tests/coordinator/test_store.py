@@ -144,7 +144,7 @@ def test_damage_is_noticed_and_the_folder_is_free_again(tmp_path: Path, damage: 
         case "zeroes":
             path.write_bytes(content[:8192] + bytes(8192) + content[16384:])
     for _ in range(2):
-        with pytest.raises(CorruptStateError, match=f"{path} is damaged: .*; restore it from where it is whole"):
+        with pytest.raises(CorruptStateError, match=f"{path} is damaged: .*; restore an intact copy"):
             CoordinatorStore(tmp_path)
 
 
@@ -153,7 +153,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA user_version = 9")
     db.close()
-    with pytest.raises(CorruptStateError, match="must be of format 1, got 9: use the version that wrote it"):
+    with pytest.raises(CorruptStateError, match="must be of format 2, got 9: use the version that wrote it"):
         CoordinatorStore(tmp_path)
 
 
@@ -181,9 +181,9 @@ def test_a_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("before", "now", "text"),
     [
-        (Origin(3, b"a"), Origin(2, b"b"), "an old one: a later one, of term 3, leads the run, got 2"),
+        (Origin(3, b"a"), Origin(2, b"b"), "outdated: a newer one, of term 3, leads the run, got term 2"),
         (Origin(3, b"a"), Origin(3, b"b"), "two coordinators lead the run in term 3"),
-        (Origin(3, b"a"), Origin(0, b"b"), "an old one"),
+        (Origin(3, b"a"), Origin(0, b"b"), "is outdated"),
     ],
 )
 def test_a_learner_obeys_no_older_coordinator_and_no_copy(before: Origin, now: Origin, text: str) -> None:

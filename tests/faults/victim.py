@@ -124,14 +124,14 @@ def _tells_one(method: str) -> Callable[[int], None]:
             nonlocal calls
             calls += 1
             if calls == nth:
-                tell, told = self._members.enqueue_commands, list[str]()
+                tell, told = self._learners.enqueue_commands, list[str]()
 
                 def to_one(run_id: str, directives: Any) -> None:
                     if not told:
                         told.extend(list(directives)[:1])
                         tell(run_id, {told[0]: directives[told[0]]})
 
-                self._members.enqueue_commands = to_one  # type: ignore[method-assign]
+                self._learners.enqueue_commands = to_one  # type: ignore[method-assign, assignment]
                 asyncio.get_running_loop().call_later(_TRANSPORT_S, _die)
             return true(self, *arguments)
 
@@ -181,7 +181,7 @@ def _full_captures(nth: int) -> None:
 
 def _full_in_a_change(nth: int) -> None:
     """From the n-th change of who takes part on, and for some seconds, a coordinator's disk takes nothing."""
-    true, calls = RunController._rest, 0
+    true, calls = RunController._quiesce, 0
 
     @wraps(true)
     async def rest(self: RunController, course: Any) -> None:
@@ -191,7 +191,7 @@ def _full_in_a_change(nth: int) -> None:
             _full_for_a_while(1)
         await true(self, course)
 
-    RunController._rest = rest  # type: ignore[method-assign]
+    RunController._quiesce = rest  # type: ignore[method-assign, assignment]
 
 
 def _full_when_all_rest(nth: int) -> None:
@@ -211,7 +211,7 @@ def _full_when_all_rest(nth: int) -> None:
 
 def _full_for_a_while(nth: int) -> None:
     """From the n-th write on, and for some seconds, a coordinator's disk takes nothing."""
-    true, calls, until = CoordinatorStore._written, 0, math.inf
+    true, calls, until = CoordinatorStore._transaction, 0, math.inf
 
     @contextmanager
     def written(self: CoordinatorStore) -> Iterator[sqlite3.Connection]:
@@ -220,11 +220,11 @@ def _full_for_a_while(nth: int) -> None:
         if calls == nth:
             until = time.monotonic() + FULL_S
         if calls >= nth and time.monotonic() < until:
-            raise Unavailable(f"{self._where} cannot be written: database or disk is full")
+            raise Unavailable(f"{self._location} cannot be written: database or disk is full")
         with true(self) as db:
             yield db
 
-    CoordinatorStore._written = written  # type: ignore[method-assign]
+    CoordinatorStore._transaction = written  # type: ignore[method-assign]
 
 
 def _read_only(nth: int) -> None:
@@ -249,11 +249,11 @@ def _a_round(log: RunLog, kind: EntryKind, *more: Any) -> bool:
 
 
 def _confirmation(store: CoordinatorStore, name: str, known: Any) -> bool:
-    return bool(known.issued == known.confirmed)
+    return bool(known.issued_incarnation == known.confirmed_incarnation)
 
 
 def _written_grant(store: CoordinatorStore, run_id: str, until: int, *more: Any) -> bool:
-    return until > store._granted.get(run_id, 0)
+    return until > store._leased_until.get(run_id, 0)
 
 
 POINTS: dict[str, Callable[[int], None]] = {
@@ -272,15 +272,15 @@ POINTS: dict[str, Callable[[int], None]] = {
     "full in a change": _full_in_a_change,
     "full when all rest": _full_when_all_rest,
     "read-only": _read_only,
-    "before a grant": _dies(CoordinatorStore, "grant", after=False, when=_written_grant),
-    "after a grant": _dies(CoordinatorStore, "grant", after=True, when=_written_grant),
-    "before a confirmation": _dies(CoordinatorStore, "remember", after=False, when=_confirmation),
-    "after a confirmation": _dies(CoordinatorStore, "remember", after=True, when=_confirmation),
-    "before all rest": _dies(RunController, "_rest", after=False),
-    "one was told to rest": _tells_one("_rest"),
-    "all rest": _dies(RunController, "_rest", after=True),
-    "a change is written": _dies(CoordinatorStore, "amend", after=True),
-    "one was told a change": _tells_one("_begin_anew"),
+    "before a grant": _dies(CoordinatorStore, "reserve_lease", after=False, when=_written_grant),
+    "after a grant": _dies(CoordinatorStore, "reserve_lease", after=True, when=_written_grant),
+    "before a confirmation": _dies(CoordinatorStore, "save_learner", after=False, when=_confirmation),
+    "after a confirmation": _dies(CoordinatorStore, "save_learner", after=True, when=_confirmation),
+    "before all rest": _dies(RunController, "_quiesce", after=False),
+    "one was told to rest": _tells_one("_quiesce"),
+    "all rest": _dies(RunController, "_quiesce", after=True),
+    "a change is written": _dies(CoordinatorStore, "update_spec", after=True),
+    "one was told a change": _tells_one("_restart_learners"),
     "told to rest": _dies(Learner, "_end_run", after=False),
     "rests": _dies(Learner, "_end_run", after=True),
     "before a ledger's line": _dies(Ledgers, "_open", after=False),

@@ -72,7 +72,7 @@ def test_no_wait_and_one_that_is_unknown_here_are_none() -> None:
 
 def test_who_is_waited_for_is_named() -> None:
     names = [f"ward-{i}" for i in range(20)]
-    assert _in_words(WaitReport(7, WaitCause.LEASE), names) == "a grant of the coordinator in round 7"
+    assert _in_words(WaitReport(7, WaitCause.LEASE), names) == "a lease of the coordinator in round 7"
     assert _in_words(WaitReport(7, WaitCause.NEIGHBOUR, (3, 0)), names) == "a neighbour (ward-3, ward-0) in round 7"
     assert _in_words(WaitReport(7, WaitCause.NEIGHBOUR, tuple(range(20))), names).endswith(
         ", ward-9 and 10 more) in round 7"

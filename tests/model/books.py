@@ -68,7 +68,7 @@ def _book(run: Shape, book: Book, away: frozenset[int] = frozenset()) -> RunStat
     new.clock.raise_lease(book.granted)
     for i in range(run.learners):
         if book.state is RunState.RUNNING:  # before, the clock was told nothing
-            new._progress(i)
+            new._record_progress(i)
     return new
 
 
@@ -129,7 +129,7 @@ def taken_back(shape: Shape, book: Book, learner: int, granted: int) -> Book:
 
 @cache
 def missed(shape: Shape, book: Book, learner: int) -> Book:
-    """A learner is gone, and the deadline has passed (`RunController._deadline`)."""
+    """A learner is gone, and the deadline has passed (`RunController._watch_deadline`)."""
     now = _book(shape, book, frozenset({learner}))
     now.handle_deadline(learner, NOW)
     return _value(now)
@@ -172,7 +172,7 @@ def rests(shape: Shape, book: Book, learner: int, status: Status) -> Book:
 
 @cache
 def changed(shape: Shape, book: Book, verb: str, learner: int) -> str | None:
-    """The absences of the changed spec (`RunController._amend`); None: the run cannot go on so.
+    """The absences of the changed spec (`RunController._apply_change`); None: the run cannot go on so.
 
     Args:
         shape, book: the run, whose learners rest.
@@ -186,10 +186,10 @@ def changed(shape: Shape, book: Book, verb: str, learner: int) -> str | None:
     changes: dict[str, Callable[[RunSpec], RunSpec]] = {
         "leave": lambda spec: remove_learner(spec, name, now.first_unsent_round),
         "join": lambda spec: add_learner(spec, name, now.first_unsent_round),
-        "lose": partial(run_controller._without, book=now, lost=book.losing),
+        "lose": partial(run_controller._remove_lost, machine=now, lost=book.losing),
     }
     try:
-        return absences_of(run_controller._changed(now.run, changes[verb], FEATURES).spec)
+        return absences_of(run_controller._build_changed_run(now.run, changes[verb], FEATURES).spec)
     except SottovoceError:
         return None
 

@@ -1,4 +1,4 @@
-"""A run under way that learners leave or join, or that goes on without one (`coordinator/sottovoce_coordinator/run_controller.py`).
+"""A run under way that learners leave or join, or that goes on without one (`sottovoce_coordinator.run_controller`).
 
 All rest; the spec that follows is written down; then it is told. Between these the coordinator awaits, so anything may happen.
 """
@@ -44,7 +44,7 @@ class Changing(Coordinating):
                     yield machine.Step(verb, f"learner {i} is to {verb}; all are told to rest", change, fault=True)
 
     def _gives_up(self, state: State) -> Iterator[Step]:
-        """`RunController._deadline` of a learner that is gone, and `RunController._go_on_without`."""
+        """`RunController._watch_deadline` of a learner that is gone, and `RunController._continue_without_lost`."""
         book = state.coordinator.book
         if book.losing:
             yield machine.Step(
@@ -58,7 +58,7 @@ class Changing(Coordinating):
                 yield machine.Step("given up", f"learner {i} is given up", given_up, fault=True)
 
     def _rests(self, state: State, change: Change) -> State:
-        """`RunController._rest`: that all will begin anew is written down, and then they are told to end what they do."""
+        """`RunController._quiesce`: that all will begin anew is written down, and then they are told to end what they do."""
         coordinator = state.coordinator._replace(change=change)
         ceiling = books.ceiling(self.shape, coordinator.book) + self.shape.window
         coordinator = coordinator._replace(kept=coordinator.record, reserved=max(coordinator.reserved, ceiling))
@@ -70,7 +70,7 @@ class Changing(Coordinating):
     # ---- it is written down ---------------------------------------------------------------------------------
 
     def _waits(self, state: State, change: Change) -> Iterator[Step]:
-        """`RunController._rest` until everybody rests, or for so long that who does not is lost."""
+        """`RunController._quiesce` until everybody rests, or for so long that who does not is lost."""
         coordinator = state.coordinator
         busy = self._waited_for(state)
         if not busy:
@@ -90,7 +90,7 @@ class Changing(Coordinating):
         return books.busy(self.shape, state.coordinator.book, away)
 
     def _written(self, state: State, change: Change) -> Step:
-        """`RunController._amend`: the changed spec, durable before it is told. One that cannot be changes nothing, or ends a run."""
+        """`RunController._apply_change`: the changed spec, durable before it is sent; one that cannot be changes nothing, or ends a run."""
         coordinator = state.coordinator
         absences = self._absences(coordinator.book, change)
         if absences is not None:
@@ -113,7 +113,7 @@ class Changing(Coordinating):
     # ---- it is told -----------------------------------------------------------------------------------------
 
     def _tells_change(self, state: State, change: Change) -> Iterator[Step]:
-        """`RunController._begin_anew`."""
+        """`RunController._restart_learners`."""
         coordinator, before = state.coordinator, state.coordinator.book
         book = books.amended(self.shape, before, change.absences)
         lost = runs.lost(book.shape(self.shape))

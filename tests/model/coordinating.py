@@ -33,7 +33,7 @@ class Coordinating(Learners):
     # ---- reports and grants ---------------------------------------------------------------------------------
 
     def _reports(self, state: State, f: int, process: Process, session: Session) -> Iterator[Step]:
-        """`Coordinator._hear`: of this attempt, or, while all rest, of one before it; and what is granted."""
+        """`Coordinator._handle_message`: of this attempt, or, while all rest, of one before it; and what is granted."""
         i, coordinator = self.shape.owner(f), state.coordinator
         book, status = coordinator.book, (session.state, session.done, session.said)
         if process.attempt == book.attempt:
@@ -69,7 +69,7 @@ class Coordinating(Learners):
         return due and before[1] < session.done
 
     def _granting(self, coordinator: Coordinator) -> Coordinator:
-        """`RunController._judged`, `_grant`: an end is written before it is told, and so is how far grants may go.
+        """`RunController._handle_consequences`, `_grant`: an end is written before it is told, and so is how far grants may go.
 
         Who finds a grant written ahead by the coordinator before this one writes it again; that it does not is a little less.
         """

@@ -98,7 +98,7 @@ class Learners(Streams):
         yield machine.Step("returned", f"{self.shape.called(f)} comes back to the coordinator", after)
 
     def _welcomed(self, state: State, f: int) -> State:
-        """`Coordinator._welcome`, and `Learner._obey`, which follows what it is told before anything else happens to it."""
+        """`Coordinator._connect_learner`, and `Learner._obey`, which follows it before anything else happens to it."""
         state, told = self._taken_back(state, f)
         return state if told is None else self._obeys(state, f, told)
 
@@ -107,7 +107,7 @@ class Learners(Streams):
         return any(process.joined for f, process in enumerate(state.processes) if self.shape.owner(f) == i)
 
     def _remembered(self, coordinator: Coordinator, i: int, member: LearnerBinding) -> Coordinator:
-        """`Coordinator._remember`: durable before it is told."""
+        """`LearnerRegistry._save_binding`: durable before it is told."""
         return coordinator._replace(members=with_item(coordinator.members, i, member))
 
     def _refused(self, state: State, f: int) -> Step:

@@ -57,12 +57,15 @@ def test_a_tensor_is_little_endian_and_in_rows() -> None:
     [
         (tensor_pb2.Tensor(shape=[1], data=bytes(8)), r"dtype FLOAT64 \(1\), got 0"),
         (tensor_pb2.Tensor(shape=[1], dtype=7, data=bytes(8)), r"dtype FLOAT64 \(1\), got 7"),  # type: ignore[arg-type]
-        (tensor_pb2.Tensor(shape=[2], dtype=FLOAT64, data=bytes(8)), r"shape \(2,\) has 16 bytes, got 8"),
-        (tensor_pb2.Tensor(shape=[1], dtype=FLOAT64, data=bytes(7)), r"shape \(1,\) has 8 bytes, got 7"),
+        (tensor_pb2.Tensor(shape=[2], dtype=FLOAT64, data=bytes(8)), r"shape \(2,\) must have 16 bytes, got 8"),
+        (tensor_pb2.Tensor(shape=[1], dtype=FLOAT64, data=bytes(7)), r"shape \(1,\) must have 8 bytes, got 7"),
         (tensor_pb2.Tensor(shape=[2**63, 2**63], dtype=FLOAT64), r"bytes, got 0"),
         (tensor_pb2.Tensor(shape=[0, 2**63], dtype=FLOAT64), r"a shape that NumPy can represent"),
-        (tensor_pb2.Tensor(shape=[1] * 65, dtype=FLOAT64, data=bytes(8)), r"may have 8 axes, got 65"),
-        (tensor_pb2.Tensor(shape=[2**32] * 80_000, dtype=FLOAT64, data=bytes(8)), r"may have 8 axes, got 80000"),
+        (tensor_pb2.Tensor(shape=[1] * 65, dtype=FLOAT64, data=bytes(8)), r"may have at most 8 axes, got 65"),
+        (
+            tensor_pb2.Tensor(shape=[2**32] * 80_000, dtype=FLOAT64, data=bytes(8)),
+            r"may have at most 8 axes, got 80000",
+        ),
     ],
     ids=["no type", "another type", "short", "torn", "huge", "huge and empty", "many axes", "as many as take minutes"],
 )
@@ -171,7 +174,7 @@ HELLO = learner_pb2.ExchangeMessage(
 @pytest.mark.parametrize(
     ("payload", "text"),
     [
-        (b"\xff\xff\xff", "expected a round of 42 bytes, .* got 3 bytes that are none"),
+        (b"\xff\xff\xff", "expected a round of 42 bytes, .* got 3 bytes that cannot be decoded"),
         (b"", "expected a round of 42 bytes, .* got another message"),
         (HELLO, "got another message"),
         (
@@ -260,7 +263,7 @@ def test_a_hello_comes_back() -> None:
 @pytest.mark.parametrize(
     ("payload", "text"),
     [
-        (b"\xff\xff\xff", "expected a Hello first, got 3 bytes that are none"),
+        (b"\xff\xff\xff", "expected a Hello first, got 3 bytes that cannot be decoded"),
         (b"", "expected a Hello first, got another message"),
         (said(), "expected a Hello first, got another message"),
         (learner_pb2.ExchangeMessage(hello=learner_pb2.Hello(learner=1)).SerializeToString(), "learner and next_round"),

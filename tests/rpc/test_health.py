@@ -55,5 +55,5 @@ async def test_without_an_identity_it_asks_in_the_clear() -> None:
     assert await asked(service, None) == (0, "")
     await service.health.enter_graceful_shutdown()
     code, said = await asked(service, None)
-    assert (code, said.strip().endswith("it is there, and does not serve")) == (1, True)
+    assert (code, said.strip().endswith("the service answers, but is not serving: 2")) == (1, True)
     await service.stop()

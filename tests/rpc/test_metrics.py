@@ -177,7 +177,7 @@ async def test_a_monitor_of_another_trust_domain_is_told_nothing(tmp_path: Path)
                 ids.at("monitor/prometheus@east.example"),
                 "of this trust domain, not for monitor/prometheus@east.example",
             ),
-            (ids.at("monitor/prometheus", "east.example"), "whoever asks is not believed here"),
+            (ids.at("monitor/prometheus", "east.example"), "this service does not trust the caller's certificate"),
         ):
             answer = await asked(address, shown(folder, ids.at("learner/ann")))
             assert (answer.status, words in answer.body) == (403, True)
@@ -215,7 +215,7 @@ async def test_a_renewed_certificate_is_shown_and_a_revoked_one_refused_without_
         ids.authority.revoke("monitor/prometheus")
         (own / REVOCATION_FILE).write_bytes((ids.authority.folder / REVOCATION_FILE).read_bytes())
         answer = await asked(address, shown(monitor, own))
-    assert (answer.status, answer.body) == (403, "whoever asks is not believed here\n")
+    assert (answer.status, answer.body) == (403, "this service does not trust the caller's certificate\n")
     assert refused.counts_by_reason[UNTRUSTED] == 1
 
 
@@ -341,7 +341,7 @@ def test_when_certificates_end_and_who_was_refused(tmp_path: Path) -> None:
     assert own.expiry is not None
     assert told["sottovoce_certificate_expiry_timestamp_seconds", ("learner/ann",)] == own.expiry.timestamp()
     assert told["sottovoce_calls_refused_total", ("role",)] == 2
-    assert told["sottovoce_calls_refused_total", ("stranger",)] == 0
+    assert told["sottovoce_calls_refused_total", ("untrusted",)] == 0
 
 
 def test_an_identity_that_never_was_has_no_end(tmp_path: Path) -> None:

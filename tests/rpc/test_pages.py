@@ -35,5 +35,5 @@ def test_no_page_is_longer_than_the_service_thinks_fit(monkeypatch: pytest.Monke
 
 
 def test_a_token_of_nobody_is_refused() -> None:
-    with pytest.raises(SpecError, match="must be one that this service gave, got 'run-9'"):
+    with pytest.raises(SpecError, match="must be one that this service returned, got 'run-9'"):
         paginate(ITEMS, 2, "run-9")

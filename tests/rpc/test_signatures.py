@@ -131,11 +131,12 @@ def test_a_chain_must_lead_to_an_authority_by_authorities() -> None:
     ]
     for between in wrong:
         with pytest.raises(
-            PermissionDenied, match=r"do not lead to an authority .*: none of the authorities given has issued them"
+            PermissionDenied,
+            match=r"do not lead to a trusted authority: none of the authorities given has issued them",
         ):
             signer(*between)
     with pytest.raises(
-        PermissionDenied, match=r"do not lead to an authority .*: .*they were not valid when they were used"
+        PermissionDenied, match=r"do not lead to a trusted authority: .*they were not valid when they were used"
     ):
         signer(good, moment=NOW + timedelta(days=3))
 
@@ -149,7 +150,7 @@ def test_a_certificate_that_was_issued_a_moment_ago_is_believed() -> None:
         SAID, pem(certificate("north", key, ("root", root), ca=None, begins=now)), sign(key, SAID.content)
     )
     assert signed.verify_signature(pem(authority), now).subject.rfc4514_string() == "CN=north"
-    with pytest.raises(PermissionDenied, match="do not lead to an authority"):
+    with pytest.raises(PermissionDenied, match="do not lead to a trusted authority"):
         signed.verify_signature(pem(authority), now - timedelta(minutes=2))
 
 
@@ -174,11 +175,11 @@ def test_who_signs_is_of_the_deployment_and_not_revoked(tmp_path: Path, monkeypa
             believer.verify_statement(signed)
 
     assert str(south.verify_statement(signed)) == "learner/north"
-    refused(others.of("learner/south"), PermissionDenied, "do not lead to an authority")
+    refused(others.of("learner/south"), PermissionDenied, "do not lead to a trusted authority")
     with monkeypatch.context() as patched:
         patched.setattr(Elsewhen, "off", timedelta(days=91))
         patched.setattr(credentials, "datetime", Elsewhen)
-        refused(south, PermissionDenied, "do not lead to an authority")
+        refused(south, PermissionDenied, "do not lead to a trusted authority")
     ids.authority.revoke("learner/north")
     folder = ids.at("learner/south")
     (folder / "crl.pem").write_bytes((ids.authority.folder / "crl.pem").read_bytes())

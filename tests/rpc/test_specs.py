@@ -37,7 +37,9 @@ def test_what_is_not_json_is_refused(text: str) -> None:
 
 def test_messages_have_room_in_a_channel_or_are_refused() -> None:
     check_size({"y": (MAX_MESSAGE_BYTES // 8,)})
-    with pytest.raises(SpecError, match=f"a message may have {MAX_MESSAGE_BYTES} bytes, got {MAX_MESSAGE_BYTES + 8}"):
+    with pytest.raises(
+        SpecError, match=f"a message may have at most {MAX_MESSAGE_BYTES} bytes, got {MAX_MESSAGE_BYTES + 8}"
+    ):
         check_size({"y": (MAX_MESSAGE_BYTES // 16, 2), "weight": (1,)})
 
 
@@ -46,5 +48,5 @@ def test_a_run_is_named_by_as_much_of_its_id_as_tells_it_from_others() -> None:
     told = {"wards-1a": "wards-1a", "wards-1": "wards-1", "x-11": "x-11", "x-3": "x-3", "": "", "none": "none"}
     assert {given: resolve_run_id(given, [*known, "wards-1a"]) for given in told} == told
     for given, names in (("wards", "wards-1a, wards-1b, wards-1$"), ("x", "x-0, .*x-9 and 2 more$")):
-        with pytest.raises(SpecError, match=f"got '{given}', with which several begin: {names}"):
+        with pytest.raises(SpecError, match=f"got '{given}', the prefix of several: {names}"):
             resolve_run_id(given, known)

@@ -26,16 +26,17 @@ CLASSES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if is
 KNOWN = {
     "SottovoceError": (grpc.StatusCode.INTERNAL, "UNSPECIFIED"),
     "SpecError": (grpc.StatusCode.INVALID_ARGUMENT, "SPEC"),
-    "AssumptionViolated": (grpc.StatusCode.INVALID_ARGUMENT, "CHECK_FAILED"),
+    "AssumptionViolated": (grpc.StatusCode.INVALID_ARGUMENT, "ASSUMPTION_VIOLATED"),
     "DataError": (grpc.StatusCode.INVALID_ARGUMENT, "DATA"),
-    "FailedPrecondition": (grpc.StatusCode.FAILED_PRECONDITION, "NOT_READY"),
-    "LimitReached": (grpc.StatusCode.RESOURCE_EXHAUSTED, "LIMIT"),
+    "CorruptStateError": (grpc.StatusCode.DATA_LOSS, "CORRUPT_STATE"),
+    "FailedPrecondition": (grpc.StatusCode.FAILED_PRECONDITION, "FAILED_PRECONDITION"),
+    "LimitReached": (grpc.StatusCode.RESOURCE_EXHAUSTED, "LIMIT_REACHED"),
     "NotFound": (grpc.StatusCode.NOT_FOUND, "NOT_FOUND"),
     "AlreadyExists": (grpc.StatusCode.ALREADY_EXISTS, "ALREADY_EXISTS"),
-    "RunEnded": (grpc.StatusCode.FAILED_PRECONDITION, "NOT_READY"),
+    "RunEnded": (grpc.StatusCode.FAILED_PRECONDITION, "FAILED_PRECONDITION"),
     "LocalProtocolError": (grpc.StatusCode.INTERNAL, "LOCAL_PROTOCOL"),
     "RemoteProtocolError": (grpc.StatusCode.INVALID_ARGUMENT, "REMOTE_PROTOCOL"),
-    "PermissionDenied": (grpc.StatusCode.PERMISSION_DENIED, "STRANGER"),
+    "PermissionDenied": (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"),
     "EquivocationError": (grpc.StatusCode.INVALID_ARGUMENT, "EQUIVOCATION"),
     "BudgetExhausted": (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUDGET_EXHAUSTED"),
     "CaptureError": (grpc.StatusCode.FAILED_PRECONDITION, "CAPTURE"),
@@ -253,13 +254,13 @@ async def test_a_call_that_its_server_cuts_is_a_break(failing: tuple[Failing, st
     [
         (
             "failed to connect to all addresses; last error: UNKNOWN: Failed to connect to remote host: Connection refused",
-            "nobody listens there: is it running, and is the address right?",
+            "no service listens there: is it running, and is the address right?",
         ),
         (
             "DNS resolution failed for nowhere:1: Domain name not found",
             "no machine of this name is found: is the address right?",
         ),
-        ("failed to connect: Network is unreachable", "there is no way to this machine: is the address right?"),
+        ("failed to connect: Network is unreachable", "no route to this machine: is the address right?"),
         ("Deadline Exceeded", "no answer in time: is it running, and is the address right?"),
         (
             "last error: UNKNOWN: ipv4:127.0.0.1:7: connection attempt timed out before receiving SETTINGS frame",

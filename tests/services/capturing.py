@@ -51,10 +51,10 @@ def conversation(rounds: int, *, value: float = 0.0) -> list[CaptureRow]:
 
 def said_again(capture: Capture) -> list[bytes]:
     """The messages of a capture that are marked so; checks that they stand there before, on the same edge, and no other."""
-    rows = capture.read_messages(("caller", "callee", "sender", "payload", "again")).to_pylist()
+    rows = capture.read_messages(("caller", "callee", "sender", "payload", "is_repeat")).to_pylist()
     said = [(row["caller"], row["callee"], row["sender"], row["payload"]) for row in rows]
-    assert [row["again"] for row in rows] == [one in said[:k] for k, one in enumerate(said)]
-    return [row["payload"] for row in rows if row["again"]]
+    assert [row["is_repeat"] for row in rows] == [one in said[:k] for k, one in enumerate(said)]
+    return [row["payload"] for row in rows if row["is_repeat"]]
 
 
 async def captured(

@@ -169,7 +169,7 @@ class Network:
         assert self.coordinating is not None
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                if name not in self.coordinating._members:
+                if name not in self.coordinating._learners:
                     return
                 await asyncio.sleep(0.01)
 
@@ -178,7 +178,7 @@ class Network:
         assert self.coordinating is not None
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                if name in self.coordinating._members:
+                if name in self.coordinating._learners:
                     return
                 await asyncio.sleep(0.01)
 
@@ -275,9 +275,9 @@ def missed_soon(patch: pytest.MonkeyPatch, seconds: float = 0.2, **later: float)
     async def soon(self: RunController, course: ManagedRun, index: int, since: datetime) -> None:
         await asyncio.sleep(seconds + later.get(course.machine.run.spec.names[index], 0.0))
         course.machine.handle_deadline(index, since)
-        self._judged(course)
+        self._handle_consequences(course)
 
-    patch.setattr(RunController, "_deadline", soon)
+    patch.setattr(RunController, "_watch_deadline", soon)
 
 
 def given_up_soon(patch: pytest.MonkeyPatch, *causes: WaitCause) -> None:

@@ -206,7 +206,7 @@ async def test_a_copy_is_of_whoever_sends_it(tmp_path: Path) -> None:
             ids.at("learner/ann"), ids.at("learner/ann"), up.eavesdropper, host("eavesdropper")
         ) as to:
             call: Any = to.stream_unary(f"{EAVESDROPPER}/Mirror")
-            with pytest.raises(grpc.aio.AioRpcError, match="learner/ann must not speak for ben"):
+            with pytest.raises(grpc.aio.AioRpcError, match="learner/ann must not send copies for ben"):
                 await call(iter([copy]), timeout=PATIENCE_S)
 
 
@@ -249,7 +249,7 @@ async def test_who_feeds_is_told_at_once_that_a_learner_is_another_one(
     feeding.cancel()
     await asyncio.wait([feeding])
     await learner.stop()
-    assert told.startswith(f"waiting for ann at {at}: somebody else is there: its certificate names another one")
+    assert told.startswith(f"waiting for ann at {at}: another service is there: its certificate names another one")
 
 
 def test_the_page_shows_the_table() -> None:
@@ -281,12 +281,12 @@ async def test_a_learner_lets_itself_be_overheard_only_where_the_spec_says_so(
 
     def noting(address: str, role: Role, name: str, **_: Any) -> None:
         asked.append((role, name))
-        session.life.silent = True
+        session.lifecycle.is_silent = True
         raise Unavailable("nobody is there")
 
     role = SimpleNamespace(spec=small_spec(5, NAMES, capture=capture))
-    session = SimpleNamespace(role=role, life=SimpleNamespace(silent=False), policy=Policy())
-    session.codec = SimpleNamespace(length=100)
+    session = SimpleNamespace(assignment=role, lifecycle=SimpleNamespace(is_silent=False), policy=Policy())
+    session.codec = SimpleNamespace(message_bytes=100)
     monkeypatch.setattr(connection, "open_channel", noting)
     await connection.keep_open(
         cast(Session, session),
@@ -302,8 +302,8 @@ async def test_a_relay_leads_on_with_a_renewed_identity(tmp_path: Path) -> None:
     file = CaptureWriter(tmp_path / "run-1-a", "run-1-a", "run-1", "{}")
     route = eavesdropper_pb2.Route(caller=0, callee=1, target="127.0.0.1:1")
     relay = GrpcProxy(route, file, credentials=ids.of("eavesdropper/ear"))
-    before = relay._leading()
-    assert relay._leading() is before
+    before = relay._get_channel()
+    assert relay._get_channel() is before
     ids.authority.renew(ids.at("eavesdropper/ear"), days=200)
-    assert relay._leading() is not before
+    assert relay._get_channel() is not before
     await relay.stop()

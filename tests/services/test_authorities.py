@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[Request, Callable[[Path], None], str]] = {
     "P-521": (
         Request("P-521"),
         as_it_is,
-        f"RSA of 2048 bits or more, which gRPC takes, got ECDSA on secp521r1: {OWN_KEY}",
+        f"RSA of 2048 bits or more, which gRPC accepts, got ECDSA on secp521r1: {OWN_KEY}",
     ),
     "Ed25519": (Request("Ed25519"), as_it_is, f"P-256 or P-384, or RSA .* got Ed25519: {OWN_KEY}"),
     "RSA-1024": (Request("RSA-1024"), as_it_is, f"got RSA of 1024 bits: {OWN_KEY}"),
@@ -214,9 +214,9 @@ REFUSED: dict[str, tuple[Request, Callable[[Path], None], str]] = {
     "torn list": (
         Request(),
         partial(written, REVOCATION_FILE, b"-----BEGIN X509 CRL-----\nMII"),
-        "crl.pem must hold lists of what was revoked",
+        "crl.pem must hold revocation lists",
     ),
-    "empty list": (Request(), partial(written, REVOCATION_FILE, b""), "crl.pem must hold lists of what was revoked"),
+    "empty list": (Request(), partial(written, REVOCATION_FILE, b""), "crl.pem must hold revocation lists"),
 }
 
 

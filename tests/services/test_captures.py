@@ -86,7 +86,7 @@ async def test_a_path_needs_no_fsspec(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_place_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(CaptureError, match="cannot keep captures at nowhere://x"):
+    with pytest.raises(CaptureError, match="cannot open the location of captures nowhere://x"):
         storage.open_folder("nowhere://x")
 
 
@@ -141,19 +141,19 @@ async def test_parts_are_of_bounded_size(tmp_path: Path, monkeypatch: pytest.Mon
     assert counts == [4, 4, 2]
     monkeypatch.setattr(capture_writer, "MAX_PART_ROWS", 100)
     monkeypatch.setattr(capture_writer, "MAX_PART_BYTES", 100)
-    assert [len(own) for own in capture_writer._in_parts([row(bytes(60)) for _ in range(5)])] == [2, 2, 1]
+    assert [len(own) for own in capture_writer._split_into_parts([row(bytes(60)) for _ in range(5)])] == [2, 2, 1]
 
 
 WRITER = """
 import asyncio, sys
 from tests.services.capturing import captured, row, frame
-from sottovoce_eavesdropper import writing
+from sottovoce_eavesdropper import capture_writer as writing
 writing._PART_INTERVAL_S, writing.MAX_PART_ROWS = 0.05, 50
 async def main():
     file = await captured(sys.argv[1], [], close=False)
     task = asyncio.ensure_future(file.write_parts())
     for t in range(10**9):
-        file.add(row(frame(t, 0)))
+        file.add_row(row(frame(t, 0)))
         if t % 20 == 0:
             await asyncio.sleep(0.001)
 asyncio.run(main())
@@ -259,7 +259,7 @@ MUTILATED: dict[str, tuple[Callable[[Path], object], str]] = {
         "column.s. size missing or of another type",
     ),
     "another type of a mark": (
-        lambda folder: rewritten(folder, replaced("again", lambda t: t["again"].cast(pa.int8()))),
+        lambda folder: rewritten(folder, replaced("is_repeat", lambda t: t["is_repeat"].cast(pa.int8()))),
         "column.s. again missing or of another type",
     ),
     "null": (
@@ -289,7 +289,7 @@ MUTILATED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a row twice": (
         lambda folder: rewritten(folder, lambda t: pa.concat_tables([t, t.slice(9)])),
-        "must have 10 messages, got 11: it is damaged, or somebody changed it",
+        "must have 10 messages, got 11: it is damaged, or was changed",
     ),
 }
 
@@ -324,7 +324,7 @@ DESCRIPTIONS: dict[str, Any] = {
     "other types": {"run_id": 3},
     "a world in words": {"world": "one"},
     "a replica in words": {"replica": "0"},
-    "findings in words": {"noticed": "none"},
+    "findings in words": {"detections": "none"},
     "fields in words": {"fields": {"y": "three numbers"}},
     "fields of less than nothing": {"fields": {"y": [-1]}},
     "fields that overflow": {"fields": {"y": [2**62, 4]}},
@@ -466,7 +466,7 @@ async def test_other_methods_are_no_rounds(tmp_path: Path) -> None:
     [
         (b"", "expected a round of 42 bytes, .* got another message"),
         (hello(0), "expected a round of 42 bytes, .* got another message"),
-        (b"\xff" * 42, "got 42 bytes that are none"),
+        (b"\xff" * 42, "got 42 bytes that cannot be decoded"),
         (frame(0, 1), "must speak as itself, .* got learner 1 in round 0 from learner 0"),
         (frame(2**60, 0), f"in one of {capture_reader.MAX_ROUNDS} rounds, got learner 0 in round {2**60}"),
         (encode_round(0, 0, Message({"y": np.zeros(4)})), "got one of 50 bytes"),
@@ -475,11 +475,11 @@ async def test_other_methods_are_no_rounds(tmp_path: Path) -> None:
 async def test_a_message_of_another_kind_is_named(tmp_path: Path, payload: bytes, wanted: str) -> None:
     with pytest.raises(CaptureError, match=wanted) as refused:
         await transcript_of(tmp_path, [*conversation(2), row(payload)])
-    assert str(tmp_path) in str(refused.value) and "may be damaged, or somebody changed it" in str(refused.value)
+    assert str(tmp_path) in str(refused.value) and "may be damaged, or was changed" in str(refused.value)
 
 
 async def test_two_different_messages_of_one_round(tmp_path: Path) -> None:
-    with pytest.raises(EquivocationError, match="learner 0 said two different things in round 1"):
+    with pytest.raises(EquivocationError, match="learner 0 sent two different messages in round 1"):
         await transcript_of(tmp_path, [*conversation(2), row(frame(1, 0, 7.0))])
 
 
@@ -507,9 +507,9 @@ async def test_relays_are_led_though_whoever_asked_gave_up_before() -> None:
         led.append(target)
 
     file: Any = SimpleNamespace(
-        routes=[{"caller": 0, "callee": 1, "target": "", "address": "a:1"}], describe=written.wait
+        routes=[{"caller": 0, "callee": 1, "target": "", "address": "a:1"}], write_metadata=written.wait
     )
-    relay: Any = SimpleNamespace(lead=lead)
+    relay: Any = SimpleNamespace(redirect=lead)
     recording = CaptureSession(file, [relay], Tasks(), Participants.from_spec("{}"))
     routes = [eavesdropper_pb2.Route(caller=0, callee=1, target="b:2")]
     asked = asyncio.ensure_future(recording.redirect_routes(routes))

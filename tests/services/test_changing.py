@@ -98,7 +98,7 @@ async def test_a_run_equals_its_simulation_and_the_capture_shows_it(
         losses = replay(run, transcript, 1, [data.learners[1], data.learners[0]])
         assert losses.realised_losses.shape == (ROUNDS, 1, 1) and np.isfinite(losses.realised_losses).all()
     else:
-        with pytest.raises(CaptureError, match="no round in which all 4 learners were overheard"):
+        with pytest.raises(CaptureError, match="no round in which all 4 learners were recorded"):
             overheard.read_transcript(SHAPES, 4)  # as if everybody had been heard
 
 
@@ -150,7 +150,7 @@ async def test_a_learner_that_is_not_waited_for_is_rounds_ahead_and_a_broken_str
         found = decisions(up)
         (folder,) = (tmp_path / "captures").iterdir()
         capture = open_capture(folder)
-        assert (capture.metadata["noticed"], capture.metadata["not_checked"]) == ([], None)
+        assert (capture.metadata["detections"], capture.metadata["unchecked_reason"]) == ([], None)
     assert left == []
     assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
     np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)
@@ -202,7 +202,7 @@ async def test_a_learner_whose_directives_break_off_is_told_the_epochs_that_it_m
 
 
 async def test_a_coordinator_with_another_network_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    true = RunStateMachine._epoch
+    true = RunStateMachine._build_epoch
 
     def altered(book: RunStateMachine, index: int) -> TopologyEpoch:
         epoch = true(book, index)
@@ -210,7 +210,7 @@ async def test_a_coordinator_with_another_network_is_found_out(tmp_path: Path, m
             epoch.neighbours[0].weight = 0.25
         return epoch
 
-    monkeypatch.setattr(RunStateMachine, "_epoch", altered)
+    monkeypatch.setattr(RunStateMachine, "_build_epoch", altered)
     spec = spec_of(RING)
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
@@ -223,7 +223,7 @@ async def test_a_coordinator_with_another_network_is_found_out_by_its_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Another(NetworkDigests):
-        def know(self, t: int) -> bytes:
+        def digest(self, t: int) -> bytes:
             return b"another" if t == 9 else super().digest(t)
 
     monkeypatch.setattr(run_state, "NetworkDigests", Another)  # the coordinator's

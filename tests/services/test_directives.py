@@ -212,7 +212,7 @@ async def test_a_grant_of_rounds_without_end_is_no_work(tmp_path: Path) -> None:
     place: dict[str, Any] = {"absences": [{"learner": "ben", "first_round": 3}]}
     spec = small_spec(2**40, ["ann", "ben"], **place)
     weight = build_run(spec, 3).network.mixing(0).in_neighbour_weights(0)[1]
-    there, away = changed(NOWHERE, weight=weight), changed(NOWHERE, weight=0.0, told=False)
+    there, away = changed(NOWHERE, weight=weight), changed(NOWHERE, weight=0.0, is_recipient=False)
     async with learner(tmp_path) as (coordinator, address):
         plan = changed(PLAN, spec=spec_to_wire(spec))
         for told in (

@@ -57,7 +57,7 @@ async def test_the_network_equals_the_simulator(tmp_path: Path, changes: dict[st
     if spec.n_learners == 1 or outcome.capture_location is None:  # nobody to say anything to
         return
     capture = open_capture(outcome.capture_location)
-    assert (capture.metadata["noticed"], capture.metadata["not_checked"]) == ([], None)
+    assert (capture.metadata["detections"], capture.metadata["unchecked_reason"]) == ([], None)
     overheard = capture.read_transcript(run.algorithm.field_shapes(), spec.n_learners)
     for name, heard in overheard.fields.items():
         said = np.stack([step.message[name] for step in steps])[: len(heard)]

@@ -183,7 +183,7 @@ async def test_strangers_are_turned_away_and_nobody_is_harmed(tmp_path: Path) ->
 async def test_whoever_does_not_greet_is_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
         for payloads, text in (
-            ([b"\xff"], "expected a Hello first, got 1 bytes that are none"),
+            ([b"\xff"], "expected a Hello first, got 1 bytes that cannot be decoded"),
             ([said(0, 1, np.zeros(3))], "expected a Hello first, got another message"),
             ([], "expected a Hello within 0.05 s, got nothing"),
         ):
@@ -222,7 +222,7 @@ def said(t: int, sender: int, values: Any) -> bytes:
 
 
 WRONG = [
-    (b"\xff\xff\xff", "expected a round of 42 bytes, for the fields {'y': (3,)}, got 3 bytes that are none"),
+    (b"\xff\xff\xff", "expected a round of 42 bytes, for the fields {'y': (3,)}, got 3 bytes that cannot be decoded"),
     (b"", "expected a round of 42 bytes, for the fields {'y': (3,)}, got another message"),
     (hello(1, 0), "expected a round of 42 bytes, for the fields {'y': (3,)}, got another message"),
     (said(7, 1, np.zeros(3)), "ben must say round "),
@@ -571,7 +571,8 @@ async def test_who_waits_for_learners_is_told_for_whom_while_waiting(
         outcome = await asyncio.wait_for(running, PATIENCE_S)
     assert not begun and outcome.state == "finished"
     assert (
-        said[0].startswith("waiting for dan: not joined yet; is each started,") and "Here are others: don." in said[0]
+        said[0].startswith("waiting for dan: not joined yet; is each started,")
+        and "Others have joined: don." in said[0]
     )
 
 
@@ -733,7 +734,7 @@ async def test_somebody_else_does_not_take_the_place_of_a_learner(tmp_path: Path
     assert "has joined with another state folder than this one" in (other.details() or "")
     assert "sottovoce rebind ann" in (other.details() or "")
     assert (again.code(), reason(again)) == (Code.UNAVAILABLE, "Unavailable")
-    assert (again.details() or "").startswith("learner 'ann' is here already: stop the other process")
+    assert (again.details() or "").startswith("learner 'ann' is connected already: stop the other process")
     assert "is it older than its coordinator?" in (older.details() or "")
     assert hasty.details() == "a learner must confirm the incarnation that it was issued"
     assert (wrong.details() or "").startswith("learner 'zoe' must confirm incarnation 2, got 7")
@@ -743,7 +744,7 @@ async def test_a_learner_that_could_not_be_welcomed_is_not_taken_for_one_that_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the disk of the coordinator is full: the next attempt must not be told that the learner is here already."""
-    true = Coordinator._welcome
+    true = Coordinator._connect_learner
 
     async def welcome(own: Coordinator, member: Any) -> None:
         await true(own, member)
@@ -752,7 +753,7 @@ async def test_a_learner_that_could_not_be_welcomed_is_not_taken_for_one_that_is
     async with network(tmp_path, []) as up, open_channel(up.coordinator) as to:
         join = coordinator_pb2_grpc.CoordinatorStub(to).Join
         with monkeypatch.context() as patch:
-            patch.setattr(Coordinator, "_welcome", welcome)
+            patch.setattr(Coordinator, "_connect_learner", welcome)
             failure = await refused(join(several(introducing("zoe"), confirming(1)), timeout=PATIENCE_S))
         again = join(several(introducing("zoe", incarnation=1), confirming(2)), timeout=PATIENCE_S)
         told = [each.WhichOneof("command") async for each in again]
@@ -761,7 +762,7 @@ async def test_a_learner_that_could_not_be_welcomed_is_not_taken_for_one_that_is
 
 
 async def test_a_learner_outlives_a_bug_of_its_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    welcomed, true = [0], Coordinator._welcome
+    welcomed, true = [0], Coordinator._connect_learner
 
     async def welcome(own: Coordinator, member: Any) -> None:
         welcomed[0] += 1
@@ -769,7 +770,7 @@ async def test_a_learner_outlives_a_bug_of_its_coordinator(tmp_path: Path, monke
             raise ZeroDivisionError
         await true(own, member)
 
-    monkeypatch.setattr(Coordinator, "_welcome", welcome)
+    monkeypatch.setattr(Coordinator, "_connect_learner", welcome)
     spec = spec_of()
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))

@@ -75,7 +75,7 @@ async def test_a_learner_with_another_state_folder_is_refused_until_an_operator_
         assert (await up.run(spec, made_up(spec))).state == "finished"
     assert (forgotten.state, forgotten.statuses[0].rounds_committed) == ("failed", 0)
     assert "must know all rounds that were sent, got 0 of 100 in run" in forgotten.detail
-    assert "is here, with the state folder that it has: stop it first" in (here.details() or "")
+    assert "is connected, with the state folder that it has: stop it first" in (here.details() or "")
 
 
 async def test_every_start_is_another_incarnation_and_an_old_folder_is_refused(tmp_path: Path) -> None:
@@ -91,9 +91,7 @@ async def test_every_start_is_another_incarnation_and_an_old_folder_is_refused(t
         assert StoreIdentity.load_or_create(state, "ann") == StoreIdentity("ann", first.store_id, 3)
         await up.leave("ann")
         StoreIdentity("ann", first.store_id).write_incarnation(1, state)
-        with pytest.raises(
-            FailedPrecondition, match="is an old one: it knows incarnation 1 and 0 rounds, and must know 3"
-        ):
+        with pytest.raises(FailedPrecondition, match="is outdated: it has incarnation 1 and 0 rounds, and must have 3"):
             await follows(up, "ann", state)
 
 
@@ -185,7 +183,7 @@ async def test_a_folder_of_before_the_run_is_refused_before_it_joins(tmp_path: P
         if (state / "ann.mark").exists():
             Ledger(state).accept_moved_folder("ann")
         with pytest.raises(
-            FailedPrecondition, match=r"has no log of the run that this learner is in, and \d+ rounds were said in it"
+            FailedPrecondition, match=r"has no log of the run that this learner is in, and \d+ rounds were sent in it"
         ):
             await follows(up, "ann", state)
         shutil.rmtree(state / next(state.glob("*@ann"), Path("none")).name, ignore_errors=True)

@@ -404,7 +404,7 @@ async def test_streams_and_messages_of_many_mebibytes_pass(tmp_path: Path, monke
         for payload in large:
             await call.write(payload)
             assert await call.read() == payload
-            held.append(relay.writer._held)
+            held.append(relay.writer._buffered_bytes)
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
 
@@ -527,7 +527,7 @@ async def test_tls_on_both_sides(tmp_path: Path, certificate: tuple[Path, Path])
     server = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
     trusted = grpc.ssl_channel_credentials(cert.read_bytes())
     async with (
-        served(tmp_path, server, tls_cert=cert, tls_key=key, to_tls=True, to_ca=cert) as (address, _, relay),
+        served(tmp_path, server, tls_cert=cert, tls_key=key, server_tls=True, server_ca=cert) as (address, _, relay),
         grpc.aio.secure_channel(address, trusted) as channel,
     ):
         assert await unary(channel, "/x/Unary")(b"secret") == b"terces"
@@ -542,7 +542,7 @@ async def test_a_server_that_nobody_vouches_for_is_not_talked_to(
     cert, key = certificate
     server = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
     async with (
-        served(tmp_path, server, to_tls=True) as (address, service, _),
+        served(tmp_path, server, server_tls=True) as (address, service, _),
         grpc.aio.insecure_channel(address) as channel,
     ):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -558,10 +558,10 @@ async def test_a_server_that_nobody_vouches_for_is_not_talked_to(
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"to": "localhost"}, "--to must be HOST:PORT with a port from 1 to 65535"),
-        ({"to": "a:1", "listen": "b"}, "--listen must be HOST:PORT with a port from 0 to 65535"),
-        ({"to": "a:1", "tls_cert": Path("x")}, "belong together"),
-        ({"to": "a:1", "to_ca": Path("x")}, "--to-ca needs --to-tls"),
+        ({"server_address": "localhost"}, "--to must be HOST:PORT with a port from 1 to 65535"),
+        ({"server_address": "a:1", "listen": "b"}, "--listen must be HOST:PORT with a port from 0 to 65535"),
+        ({"server_address": "a:1", "tls_cert": Path("x")}, "must be given together"),
+        ({"server_address": "a:1", "server_ca": Path("x")}, "--to-ca needs --to-tls"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(config: dict[str, Any], text: str) -> None:

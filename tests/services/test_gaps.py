@@ -111,7 +111,7 @@ async def test_a_mirror_that_was_cut_off_comes_back_and_nothing_is_missing(
     assert capture.is_complete and capture.metadata["gaps"] == [] and list_capture_gaps(outcome) == ()
     assert heard(capture) == [set(range(ROUNDS))] * 3
     assert capture.read_transcript(SHAPES, 3).rounds == ROUNDS
-    assert capture.metadata["noticed_count"] == 0
+    assert capture.metadata["detection_count"] == 0
     said_again(capture)
 
 
@@ -232,7 +232,7 @@ async def test_an_eavesdropper_that_is_started_again_takes_up_its_captures(tmp_p
         assert set(range(ROUNDS)) - there <= missing
     assert taken.is_complete == (not any(lost))
     assert taken.count_messages()[0] == taken.metadata["messages"]
-    assert taken.metadata["noticed_count"] == 0
+    assert taken.metadata["detection_count"] == 0
     streams = taken.read_batches(["caller", "callee", "stream", "kind"])
     hellos = [tuple(row.values()) for batch in streams for row in batch.to_pylist() if row["kind"] == "hello"]
     assert len(set(hellos)) * 2 >= len(hellos)  # one each way: no stream was counted twice
@@ -285,7 +285,7 @@ async def test_a_capture_is_taken_up_once_however_often_somebody_gave_up_waiting
     await first.start()
     capture_id = (await opened(first, PATIENCE_S)).capture_id
     await first.stop()
-    monkeypatch.setattr("sottovoce_eavesdropper.capture_registry.resumed", slowly)
+    monkeypatch.setattr("sottovoce_eavesdropper.capture_registry.resume_capture", slowly)
     await second.start()
     for _ in range(3):
         with pytest.raises(grpc.aio.AioRpcError, match="Deadline Exceeded"):
@@ -323,7 +323,7 @@ async def test_of_a_long_capture_only_the_last_messages_are_read_when_it_is_take
         return read_part(place, name, columns)
 
     monkeypatch.setattr("sottovoce_eavesdropper.capture_reader.read_part", noting)
-    monkeypatch.setattr("sottovoce_eavesdropper.capture_session.KEPT", 6)  # two parts
+    monkeypatch.setattr("sottovoce_eavesdropper.capture_session.MAX_REMEMBERED_MESSAGES", 6)  # two parts
     monkeypatch.setattr(
         CaptureChecks, "remember_round", lambda own, sender, receiver, t, _: recalled.append((sender, receiver, t))
     )
@@ -466,7 +466,7 @@ async def test_an_eavesdropper_that_goes_and_comes_back_is_said_while_the_run_go
             assert old is not None and old.server is not None and coordinating is not None
             await old.server.server.stop(None)
             await asyncio.wait_for(went.wait(), PATIENCE_S)
-            (course,) = coordinating._courses.active_runs
+            (course,) = coordinating._runs.active_runs
             await show_run(up.coordinator, course.machine.run_id, Console(file=said, width=200))
             kept = coordinator_pb2.Run.FromString(course.encode_view())
             (uncaptured,) = (
@@ -502,4 +502,4 @@ async def test_a_run_whose_capture_must_be_whole_fails_at_a_gap(
     outcome, _ = await run_with_a_cut(tmp_path, Cut(monkeypatch), off=off, spec=spec)
     told = outcome.detail if off else outcome.capture_error
     assert outcome.state == ("failed" if off else "finished")
-    assert told.startswith("the capture must be whole (capture_gap: fail), and ")
+    assert told.startswith("the capture must be complete (capture_gap: fail), and ")

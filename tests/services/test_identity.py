@@ -123,7 +123,7 @@ async def test_a_client_finds_out_that_somebody_else_is_there(tmp_path: Path) ->
     """A learner's certificate is no coordinator's, and ann's none of ben's; nor is a service in the clear any of these."""
     ids = Identities(tmp_path / "ids")
     async with network(tmp_path, ["ann"], identities=ids) as up:
-        with pytest.raises(Unavailable, match="somebody else"):
+        with pytest.raises(Unavailable, match="another service is there"):
             await coordinator_commands.list_runs(up.addresses["ann"], credentials=up.operator)
         right = raw_channel(
             ids.at("operator/alice"), ids.at("operator/alice"), up.addresses["ann"], "ann.learner.ward.example"
@@ -251,7 +251,7 @@ async def test_another_user_of_this_machine_is_not_answered() -> None:
         await coordinator_commands.list_runs(at)
     finally:
         await coordinator.stop()
-    assert said.decode().strip() == "PERMISSION_DENIED: not allowed: whoever calls is not believed here"
+    assert said.decode().strip() == "PERMISSION_DENIED: not allowed: this service does not trust the caller"
 
 
 def test_whose_a_connection_is_is_read_off_the_kernels_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +287,7 @@ def test_whose_a_connection_is_is_read_off_the_kernels_table(tmp_path: Path, mon
 def test_the_kernel_says_of_one_connection_whose_it_is(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for the very connection, it lists none."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    monkeypatch.setattr("sottovoce_rpc.addresses._listed_users", lambda host, port: set())
+    monkeypatch.setattr("sottovoce_rpc.addresses._list_users", lambda host, port: set())
     with socket.socket(family) as server, socket.socket(family) as client:
         server.bind((host, 0))
         server.listen()
@@ -396,7 +396,7 @@ def test_a_name_is_one_host_and_one_uri(name: str) -> None:
 
 
 def test_a_channel_with_an_identity_says_whom_it_is_to(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must say who is to be there"):
+    with pytest.raises(ValueError, match="requires the role of the service"):
         open_channel("127.0.0.1:1", credentials=Identities(tmp_path / "ids").of("operator/alice"))
 
 

@@ -281,7 +281,7 @@ async def test_a_learner_is_moved_and_restored_as_the_page_says(tmp_path: Path) 
     assert before == after and before[0] == 0
     assert (outcome.state, outcome.detail) == ("finished", "")
     assert outcome.statuses[0].rounds_committed == 150
-    assert left[0] == 2 and "the state folder of learner 'ann' is an old one" in left[1]
+    assert left[0] == 2 and "the state folder of learner 'ann' is outdated" in left[1]
     assert charged[0] == 0
     spent = [each["epsilon"] for each in json.loads(restored[1])]
     assert spent == [json.loads(before[1])[0]["epsilon"] + 1000]
@@ -315,7 +315,7 @@ async def test_a_state_that_was_set_back_where_it_stands_is_refused(tmp_path: Pa
             code, text = await asyncio.to_thread(ended, *ann)
             running.cancel()
     assert code == 2 and re.search(
-        r"'ann' is an old one: it knows incarnation 1 and \d+ rounds, and must know 1 and \d\d", text
+        r"'ann' is outdated: it has incarnation 1 and \d+ rounds, and must have 1 and \d\d", text
     )
 
 

@@ -280,7 +280,7 @@ async def test_a_tensor_has_few_axes(up: Network) -> None:
     ):
         failure = await raw(address, method, request.SerializeToString())
         assert failure.code() is Code.INVALID_ARGUMENT
-        assert "may have 8 axes, got 20000" in (failure.details() or "")
+        assert "may have at most 8 axes, got 20000" in (failure.details() or "")
     await stop_all(up)
 
 
@@ -486,7 +486,7 @@ async def test_copies_come_few_at_a_time_and_go_to_learners_of_the_run(
         ([some] * 100_000, "a request must have at most 1024 copies, got 100000"),
         (
             [eavesdropper_pb2.MirroredMessage(receivers=[1] * 500_000)],
-            "a message of 2 learners goes to fewer, got 500000",
+            "a message must have fewer receivers than the 2 learners, got 500000",
         ),
     ):
         async with open_channel(up.eavesdropper) as to:

@@ -86,7 +86,7 @@ def test_what_must_never_happen_is_noticed(more: list[CaptureRow], wanted: list[
 
 
 def test_the_lattice_is_that_of_the_round() -> None:
-    spacing = RUN.algorithm.lattice(0, 0)["y"]  # type: ignore[attr-defined]
+    spacing = RUN.algorithm.lattice_spacings(0, 0)["y"]  # type: ignore[attr-defined]
     assert kinds([row(clean(0, 0, spacing), 0, 1)]) == []
     found = looking([row(clean(0, 0, spacing / 2), 0, 1), row(clean(0, 0, spacing / 2), 0, 2)])
     assert [each.kind for each in found.first_detections] == ["lattice"]
@@ -148,7 +148,7 @@ def test_without_a_spec_nothing_is_looked_at() -> None:
 def test_a_flood_is_counted_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     with structlog.testing.capture_logs() as logs:
         found = looking([row(bytes([255, k % 256]) * 300, 0, 1) for k in range(500)])
-    assert (found.detection_count, len(found.first_detections), len(found.build_metadata()["noticed"])) == (
+    assert (found.detection_count, len(found.first_detections), len(found.build_metadata()["detections"])) == (
         500,
         100,
         100,
@@ -201,8 +201,8 @@ async def test_the_capture_says_what_was_noticed(tmp_path: Path) -> None:
     rows = [row(clean(0, 0), 0, 1), row(clean(0, 0, 1.0), 0, 2)]
     await captured(tmp_path, rows, spec=json.dumps(SPEC), n_features=3, close=False)  # before it is closed, too
     facts = open_capture(tmp_path).metadata
-    assert facts["noticed_count"] == 1
-    assert facts["noticed"][0] == {
+    assert facts["detection_count"] == 1
+    assert facts["detections"][0] == {
         "kind": "equivocation",
         "sender": 0,
         "receiver": 2,

@@ -159,9 +159,9 @@ async def test_a_run_that_was_taken_up_before_goes_on_in_that_attempt(tmp_path: 
         (run_id,) = await begun(up, first)
         await fed(up, run_id, first)
         assert up.coordinating is not None
-        course = up.coordinating._courses.find_active("ann")
+        course = up.coordinating._runs.find_active("ann")
         assert course is not None
-        up.coordinating._conductor.end_run(course, RunState.FAILED, "to be taken up again")
+        up.coordinating._controller.end_run(course, RunState.FAILED, "to be taken up again")
         await resume(up, run_id)
         await fed(up, run_id, first, 128)
         await up.restart_coordinator(lose=True)
@@ -192,7 +192,7 @@ async def test_what_nobody_captures_any_more_is_said(tmp_path: Path) -> None:
     assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
     assert again.capture_error == end.capture_error
     assert again.capture_error.startswith(
-        "nothing is captured since the run was taken up again: this coordinator was given no"
+        "nothing is captured since the run was resumed: this coordinator was given no"
     )
 
 
@@ -215,7 +215,7 @@ async def test_whoever_watches_a_run_that_was_lost_is_told_what_to_do(tmp_path: 
         await up.until("ann", LearnerState.RUNNING, 3)
         await up.restart_coordinator(lose=True)
         with pytest.raises(
-            FailedPrecondition, match=r"there is none; if its .* `sottovoce run SPEC --recover run-[0-9a-f]+` takes"
+            FailedPrecondition, match=r"there are no runs; if its .* `sottovoce run SPEC --recover run-[0-9a-f]+` takes"
         ):
             await running
 
@@ -248,7 +248,7 @@ async def test_a_run_is_taken_up_with_what_it_was_started_with(tmp_path: Path) -
         ends_as_simulated(up, first, await its_end(up, run_id, first))
     assert spec == features
     assert spec.startswith(
-        f"run {run_id} is of another spec or other records, by the ledgers of ann, ben, cleo: take it up"
+        f"run {run_id} has another spec or other records, by the ledgers of ann, ben, cleo: recover it"
     )
     got = ", ".join(f"that of run {run_id!r} with {each}" for each in NAMES)
     assert name.startswith(f"each learner must have the log of run 'small-0', got {got}: ")
@@ -332,7 +332,7 @@ async def test_learners_that_were_set_back_together_are_known_by_the_capture(
         said = [len(said_rounds(tmp_path / "journals", name)) for name in NAMES]
     assert unanswered.code() is grpc.StatusCode.UNAVAILABLE
     assert re.search(
-        rf"each learner must have all rounds of run '{run_id}' in its log that were captured, got "
+        rf"each learner must have all captured rounds of run '{run_id}' in its log, got "
         r"ann \(2\d of 4\d rounds\), ben \(2\d of 4\d rounds\), cleo .*"
         "`sottovoce ledger --repair --state FOLDER --learner NAME --charge",
         old,
@@ -362,7 +362,7 @@ async def test_a_coordinator_that_was_set_back_with_its_learners_asks_the_captur
         for name in NAMES:
             with pytest.raises(
                 FailedPrecondition,
-                match=r"is an old one: it knows incarnation 1 and 2\d rounds, and must know 1 and 4\d",
+                match=r"is outdated: it has incarnation 1 and 2\d rounds, and must have 1 and 4\d",
             ):
                 await follows(up, name, tmp_path / "journals")
 
@@ -400,7 +400,7 @@ async def test_a_run_that_nobody_takes_up_ends_when_patience_does(tmp_path: Path
         details = await asyncio.gather(*(detail(name) for name in NAMES))
         feeding.cancel()
     own, alone = zip(*(detail.split("; ", 1) for detail in details), strict=True)
-    assert [each.rpartition(" ")[0] for each in own] == ["waited 2 s for a grant of the coordinator in round"] * 3
+    assert [each.rpartition(" ")[0] for each in own] == ["waited 2 s for a lease of the coordinator in round"] * 3
     assert all(re.match(r"it has not heard its coordinator since round \d+: .* --recover", each) for each in alone)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from sottovoce_client.runs.feeder import make_batch
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
-from sottovoce_coordinator.metrics import _failed
+from sottovoce_coordinator.metrics import _get_failed_runs
 from sottovoce_coordinator.run_state import CaptureBinding
 from sottovoce_coordinator.store import StoredRun
 from sottovoce_core.data import LearnerData, PlacedData
@@ -140,13 +140,13 @@ async def test_who_is_away_is_told_and_who_comes_back(tmp_path: Path) -> None:
         await up.start(spec, 3)
         await up.until("ann", LearnerState.RUNNING)
         here = await all_of(at)
-        assert here["sottovoce_coordinator_learners_away"] == here[of("neighbours_away", "ann")] == 0
+        assert here["sottovoce_coordinator_learners_disconnected"] == here[of("neighbours_away", "ann")] == 0
         await up.leave("ben")
         away = await until(at, lambda found: found[of("neighbours_away", "ann")] == 1)
         await up.until_gone("ben")
         away = await all_of(at)
-        assert away["sottovoce_coordinator_learners_away"] == 1
-        assert away['sottovoce_coordinator_learner_away{learner="ben"}'] == 1
+        assert away["sottovoce_coordinator_learners_disconnected"] == 1
+        assert away['sottovoce_coordinator_learner_disconnected{learner="ben"}'] == 1
         await up.join("ben")
         back = await until(at, lambda found: found[of("neighbours_away", "ann")] == 0)
         assert back[of("reconnects_total", "ann", to="neighbour")] >= 1
@@ -341,7 +341,7 @@ def test_a_run_that_failed_is_told_of_until_one_of_its_learners_is_in_another_on
     )
 
     def told(*newest_first: StoredRun) -> dict[str, float]:
-        return {each.labels[0]: each.value for each in _failed(newest_first)}
+        return {each.labels[0]: each.value for each in _get_failed_runs(newest_first)}
 
     assert told(first) == told(others, first) == {"first": 10.0}
     assert told(again, others, first) == {"again": 30.0}

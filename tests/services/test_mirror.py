@@ -73,7 +73,7 @@ async def test_copies_that_are_none_of_the_runs_spoil_no_capture(
 
     assert end.state == coordinator_pb2.RUN_STATE_FINISHED
     assert capture.is_complete and capture.count_messages()[0] == ROUNDS * 2 * len(NAMES)
-    assert capture.metadata["noticed_count"] == 0
+    assert capture.metadata["detection_count"] == 0
 
 
 async def test_a_relay_hears_for_itself_and_takes_no_copies(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ async def test_a_relay_hears_for_itself_and_takes_no_copies(tmp_path: Path) -> N
         refusal = await mirror(up, run.run_id, 0, copy(frame(0, 0, 1.0)))
         await up.feed(run.run_id, spec, made_up(spec))
         end = await up.end(run.run_id)
-    assert isinstance(refusal, RemoteProtocolError) and "`mirror`" in str(refusal)
-    assert open_capture(end.capture_location).metadata["noticed_count"] == 0
+    assert isinstance(refusal, RemoteProtocolError) and "`capture: mirror`" in str(refusal)
+    assert open_capture(end.capture_location).metadata["detection_count"] == 0
 
 
 @pytest.mark.parametrize("index", [4, 2**32 - 1])

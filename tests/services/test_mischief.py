@@ -61,7 +61,7 @@ def in_the_name_of_others(
         ),
         (f"{COORDINATOR}/StartRun", "", [pb.StartRunRequest(spec=spec_to_wire(spec), n_features=3)], f"{may_not}StartRun"),
         (f"{COORDINATOR}/StopRun", "", [pb.StopRunRequest(run_id=run.run_id)], f"{may_not}StopRun"),
-        (f"{EAVESDROPPER}/Mirror", "", [copy], "learner/eve must not speak for ann"),
+        (f"{EAVESDROPPER}/Mirror", "", [copy], "learner/eve must not send copies for ann"),
         (f"{EAVESDROPPER}/CloseCapture", "", [eaves.CloseCaptureRequest(capture_id=run.capture_id)], f"{may_not}CloseCapture"),
         (f"{EAVESDROPPER}/OpenCapture", "", [eaves.OpenCaptureRequest(run_id="x", routes=[route])], f"{may_not}OpenCapture"),
     ]  # fmt: skip
@@ -104,7 +104,7 @@ async def test_a_learner_that_is_not_in_a_run_cannot_harm_it(tmp_path: Path) -> 
     assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
     assert [each.status.rounds_done for each in end.learners] == [ROUNDS] * 2
     capture = open_capture(end.capture_location)
-    assert (capture.is_complete, capture.metadata["noticed_count"]) == (True, 0)
+    assert (capture.is_complete, capture.metadata["detection_count"]) == (True, 0)
 
 
 # ---- neighbours that break their word --------------------------------------------------------------------------------

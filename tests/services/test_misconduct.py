@@ -110,7 +110,7 @@ def spec_of(policy: str = "stop", clock: dict[str, Any] = LONG, **more: Any) -> 
 
 
 def words(rule: ViolationKind, by: str, whom: str = "dora", t: int = T) -> str:
-    return f"{whom} said {rule.value} when round {t} was due, as {by} noticed"
+    return f"{whom} sent {rule.value} when round {t} was due, as {by} reported"
 
 
 def due(rule: ViolationKind) -> int:
@@ -189,7 +189,7 @@ async def test_who_is_known_by_name_alone_is_told_of_and_ends_nothing_before_the
     assert outcome.state == "failed"
     assert outcome.detail.startswith("no messages pass between ")
     assert outcome.detail.endswith(
-        "; " + words(ViolationKind.VALUE, "ann", "somebody in the clear under the name of dora")
+        "; " + words(ViolationKind.VALUE, "ann", "an unauthenticated sender under the name of dora")
     )
     assert known == [(0, Noticed(DORA, T, ViolationKind.VALUE, Attribution.CLAIM))]
 
@@ -283,7 +283,7 @@ async def test_a_false_accusation_stops_a_run_as_silence_does_and_names_who_said
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "failed"
     assert outcome.detail.startswith(f"ann said {ViolationKind.VALUE.value} when round ")
-    assert outcome.detail.endswith(", as dora noticed")
+    assert outcome.detail.endswith(", as dora reported")
 
 
 async def test_who_misbehaves_saves_itself_by_no_accusation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

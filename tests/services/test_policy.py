@@ -158,7 +158,7 @@ async def test_a_learner_joins_the_coordinators_that_its_owner_trusts(
             following.cancel()
         else:
             with pytest.raises(
-                Unavailable, match=r"coordinator/other, whom its owner trusts, at .* somebody else is there"
+                Unavailable, match=r"coordinator/other, whom its owner trusts, at .* another service is there"
             ):
                 await following
         await ann.stop()
@@ -181,7 +181,7 @@ async def test_a_learner_leaves_a_coordinator_that_is_not_trusted_alone_when_it_
         await up.join("cleo")
         await up.until_here("cleo")
         assert up.coordinating is not None
-        assert "ann" not in up.coordinating._members and "ben" not in up.coordinating._members
+        assert "ann" not in up.coordinating._learners and "ben" not in up.coordinating._learners
         for name, content in kept.items():
             (own / name).write_bytes(content)
         await up.restart_coordinator()

@@ -137,7 +137,7 @@ async def test_a_folder_that_others_may_look_into_is_told_at_the_start(tmp_path:
         folder.mkdir(mode=mode)
         with structlog.testing.capture_logs() as logs:
             await started(house, folder)
-        warnings = [each for each in logs if "other users may look into the" in each["event"]]
+        warnings = [each for each in logs if "other users can read the" in each["event"]]
         assert [each["folder"] for each in warnings] == ([str(folder)] if told else []), oct(mode)
         assert all(each["event"].endswith("chmod 700") for each in warnings)
 

@@ -149,7 +149,7 @@ async def test_what_is_said_after_a_capture_was_closed_is_not_captured_and_that_
     assert end.capture_error == ""
     assert again.capture_error == last.capture_error
     closed = f"the capture of run {last.run_id!r} is closed: {last.capture_id}"
-    assert again.capture_error == f"nothing is captured since the run was taken up again: {closed}"
+    assert again.capture_error == f"nothing is captured since the run was resumed: {closed}"
     capture = open_capture(last.capture_location)
     assert (last.capture_location, capture.is_complete) == (end.capture_location, True)
     assert capture.read_transcript(SHAPES, 3).rounds == FAILS_IN
@@ -220,7 +220,7 @@ async def test_a_report_from_before_ends_a_run_no_second_time(tmp_path: Path, di
         status = LearnerStatus("ann", run_id, LearnerState.FAILED, "late")
         event = coordinator_pb2.LearnerMessage(report=coordinator_pb2.Report(status=status.to_wire()))
         assert isinstance(up.coordinating, Coordinator)
-        up.coordinating._hear(up.coordinating._members._here["ann"], event)
+        up.coordinating._handle_message(up.coordinating._learners._connected["ann"], event)
         ends_as_simulated(up, first, await up.end(run_id))
 
 
@@ -235,8 +235,8 @@ async def test_what_did_not_fail_or_whose_logs_are_gone_is_not_taken_up(tmp_path
         (under_way,) = await begun(up, short)
         running = await not_resumed(up, under_way)
         held = await not_resumed(up, run_id)
-    only = "only a run that failed can be taken up again, and run"
-    assert unknown == "no run 'other': there is none"
+    only = "only a run that failed can be resumed, and run"
+    assert unknown == "no run 'other': there are no runs"
     assert since == f"ann took part in run {done.run_id} since, and logs of one run are kept: start a new run"
     assert finished == f"{only} {done.run_id} is finished"
     assert running.startswith(f"{only} {under_way} is ")
@@ -251,7 +251,7 @@ async def test_two_operators_take_a_run_up_once(tmp_path: Path, disk: Disk) -> N
         answers: tuple[Any, ...] = await asyncio.gather(resume(up, run_id), resume(up, run_id), return_exceptions=True)
         (error,) = [each for each in answers if isinstance(each, grpc.aio.AioRpcError)]
         # The second is refused while the first is being looked at, or once the run goes on: as it comes.
-        refusals = f"in run {run_id}, which is under way", f"taken up again, and run {run_id} is running"
+        refusals = f"in run {run_id}, which is under way", f"resumed, and run {run_id} is running"
         assert any(each in (error.details() or "") for each in refusals), error.details()
         end = await up.end(run_id)
         ends_as_simulated(up, first, end)

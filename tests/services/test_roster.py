@@ -32,7 +32,7 @@ from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper.capture_reader import _Listening, open_capture
+from sottovoce_eavesdropper.capture_reader import _AllowedChannels, open_capture
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage import run_log
@@ -200,7 +200,7 @@ async def test_who_joins_takes_part_from_then_on(tmp_path: Path) -> None:
     everybody = spec.model_copy(update={"absences": ()})
     noise, _ = noise_for(build_run(everybody, 3), tmp_path)
     async with network(tmp_path, NAMES, noise=noise) as up:
-        running = asyncio.ensure_future(up.run(spec, made_up(spec), place=made_up))
+        running = asyncio.ensure_future(up.run(spec, made_up(spec), place_data=made_up))
         await up.until("ann", LearnerState.RUNNING, 10)
         run_id = up.learners["ann"].status.run_id
         await ask(up, "JoinRun", coordinator_pb2.JoinRunRequest(run_id=run_id, learner="dora"))
@@ -338,9 +338,9 @@ def test_what_came_of_a_lost_learner_and_was_not_used_is_no_forgery() -> None:
     """It is on the wire, as long as the learner may have spoken; afterwards nobody can have heard it."""
     lost = {"learner": "dora", "first_round": 20, "unheard": {"ann": 12, "ben": 12, "cleo": 13}}
     run = build_run(small_spec(30, NAMES, topology=COMPLETE, absences=[lost]), 3)
-    listening = _Listening(run.network, NAMES)
+    listening = _AllowedChannels(run.network, NAMES)
     listening.require(3, 0, 3, 12, "a capture")
-    with pytest.raises(CaptureError, match="ann does not hear dora in round 20"):
+    with pytest.raises(CaptureError, match="ann does not receive from dora in round 20"):
         listening.require(3, 0, 3, 20, "a capture")
 
 
@@ -425,14 +425,14 @@ async def test_who_is_lost_cannot_be_lost_again(tmp_path: Path) -> None:
 
 async def test_a_change_that_nobody_waits_for_any_more_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rest, and would rest for ever."""
-    rest, resting = RunController._rest, asyncio.Event()
+    rest, resting = RunController._quiesce, asyncio.Event()
 
     async def long(self: RunController, course: ManagedRun) -> None:
         await rest(self, course)
         resting.set()
         await asyncio.sleep(0.5)  # the operator gives up
 
-    monkeypatch.setattr(RunController, "_rest", long)
+    monkeypatch.setattr(RunController, "_quiesce", long)
     spec = LOSABLE["ldp-dol"]
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
@@ -547,12 +547,12 @@ async def test_a_learner_is_lost_when_the_disk_has_room_for_it(tmp_path: Path, m
     async with network(tmp_path, NAMES, noise=noise) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("dora", LearnerState.RUNNING, 10)
-        full("keep")
-        full("amend")
+        full("save_views")
+        full("update_spec")
         missed_soon(monkeypatch)
         await up.leave("dora")
         outcome = await running
-    assert tries.count("keep") > 1 and tries.count("amend") == 2
+    assert tries.count("save_views") > 1 and tries.count("update_spec") == 2
     assert [each.learner for each in outcome.offline_intervals] == ["dora"]
     require_simulated(outcome, spec, noise, 3)
 
@@ -596,7 +596,7 @@ def test_of_two_that_are_lost_each_has_heard_the_other() -> None:
 
 
 def without(held: RunStateMachine, lost: int) -> RunSpec:
-    return run_controller._without(held.run.spec, book=held, lost=frozenset({lost}))
+    return run_controller._remove_lost(held.run.spec, machine=held, lost=frozenset({lost}))
 
 
 def test_who_has_learned_its_last_round_before_it_died_has_heard_who_is_lost() -> None:
@@ -670,7 +670,7 @@ async def test_nobody_leaves_by_what_those_who_do_not_rest_have_told_last(
         await up.until("ann", LearnerState.RUNNING, 5)
         run_id = up.learners["ann"].status.run_id
         refusal = await refused(leave(up, run_id, "dora"))
-        assert "ben did not rest within the deadline" in (refusal.details() or "")
+        assert "ben did not pause within the deadline" in (refusal.details() or "")
         outcome = await running
     assert outcome.state == "finished", outcome.detail
     assert [each.learner for each in outcome.offline_intervals] == ["ben"]
@@ -740,7 +740,7 @@ async def test_a_run_is_taken_up_again_after_a_learner_was_lost(tmp_path: Path) 
             failed = await running
         for name in NAMES[:3]:
             await up.join(name)
-        outcome = await up.run(spec, made_up(spec), resume=run_id, place=made_up)
+        outcome = await up.run(spec, made_up(spec), resume=run_id, place_data=made_up)
     assert failed.state == "failed" and "somebody must be there" in failed.detail
     assert outcome.state == "finished" and outcome.offline_intervals == failed.offline_intervals
     assert [each.rounds_committed for each in outcome.statuses[:3]] == [60] * 3
@@ -750,7 +750,7 @@ def test_what_a_lost_learner_said_last_may_have_been_overheard() -> None:
     """Though nobody learned it any more."""
     lost = {"learner": "dora", "first_round": 10, "unheard": {"ann": 7, "ben": 7, "cleo": 7}}
     network = build_run(small_spec(**{**PLACE, **OPEN, "absences": [lost]}), 3).network
-    listening = _Listening(network, NAMES)
+    listening = _AllowedChannels(network, NAMES)
     listening.require(3, 0, 3, 7, "a capture")
-    with pytest.raises(CaptureError, match="ann does not hear dora in round 10"):
+    with pytest.raises(CaptureError, match="ann does not receive from dora in round 10"):
         listening.require(3, 0, 3, 10, "a capture")

@@ -62,7 +62,7 @@ def spec_of(capture: str = "none", **more: Any) -> RunSpec:
 def captured(outcome: Outcome) -> Capture:
     assert outcome.capture_location is not None
     capture = open_capture(outcome.capture_location)
-    assert (capture.metadata["noticed_count"], capture.metadata["not_checked"]) == (0, None)
+    assert (capture.metadata["detection_count"], capture.metadata["unchecked_reason"]) == (0, None)
     return capture
 
 
@@ -311,7 +311,7 @@ async def test_a_learner_whose_budget_would_be_exceeded_stops_speaking(tmp_path:
     status = outcome.statuses[1]
 
     assert outcome.state == "stopped"
-    assert outcome.detail.startswith("ben stopped speaking: saying round 12 would bring the spent epsilon from ")
+    assert outcome.detail.startswith("ben stopped sending: saying round 12 would bring the spent epsilon from ")
     assert outcome.detail.endswith(f"above the budget of {budget:.6g}")
     assert status.state == LearnerState.BUDGET_EXHAUSTED
     assert status.epsilon_spent == pytest.approx(free[11]) and status.epsilon_spent <= budget == status.epsilon_budget
@@ -436,9 +436,12 @@ class Cutting(GrpcProxy):
     cuts: ClassVar[dict[tuple[int, int, str], list[int]]] = {}
     """(caller, callee, direction) to the rounds whose messages break the stream, each once."""
 
-    async def _pass(self, method: str, context: Any) -> None:
+    async def _forward_call(self, method: str, context: Any) -> None:
         self._cut = asyncio.Event()
-        passing, cut = asyncio.ensure_future(super()._pass(method, context)), asyncio.ensure_future(self._cut.wait())
+        passing, cut = (
+            asyncio.ensure_future(super()._forward_call(method, context)),
+            asyncio.ensure_future(self._cut.wait()),
+        )
         await asyncio.wait({passing, cut}, return_when=asyncio.FIRST_COMPLETED)
         cut.cancel()
         if self._cut.is_set():
@@ -447,8 +450,8 @@ class Cutting(GrpcProxy):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
         await passing
 
-    def _noter(self, direction: str, stream: int, connection: int, method: str) -> Any:
-        note = super()._noter(direction, stream, connection, method)
+    def _build_recorder(self, direction: str, stream: int, connection: int, method: str) -> Any:
+        note = super()._build_recorder(direction, stream, connection, method)
         due = self.cuts.get((self._route.caller, self._route.callee, direction), [])
 
         def check(kind: str, payload: bytes) -> None:
@@ -516,7 +519,7 @@ async def test_a_relay_that_is_restarted_on_its_port_is_found_again(
         (recording,) = up.eavesdropping._captures.sessions.values()
         relay = recording.proxies[0]
         assert up.coordinating is not None
-        address = up.coordinating._courses.active_runs[0].machine.capture_binding.relay_addresses[0, 1]
+        address = up.coordinating._runs.active_runs[0].machine.capture_binding.relay_addresses[0, 1]
         await relay.stop()
         before = (await up.status("ann")).rounds_done
         assert before < 400

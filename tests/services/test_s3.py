@@ -95,7 +95,7 @@ async def refused(place: str, secret: str) -> str:
         await eavesdropper.start()
     await eavesdropper.stop()
     words = str(said.value)
-    assert words.startswith(f"cannot keep captures at {place}: ") and "\n" not in words
+    assert words.startswith(f"cannot write captures to {place}: ") and "\n" not in words
     assert secret not in words
     return words
 
@@ -193,7 +193,7 @@ async def test_what_a_store_missed_is_written_when_it_is_back(
     let(monkeypatch, store.reader, store.endpoint)
     capture = open_capture(f"{PLACE}-back/one")
     assert capture.is_complete and capture.read_messages()["payload"].to_pylist() == [each.payload for each in rows]
-    assert not any(capture.read_messages()["again"].to_pylist())
+    assert not any(capture.read_messages()["is_repeat"].to_pylist())
     said = capsys.readouterr()
     assert store.writer.secret not in said.out + said.err
 
@@ -421,4 +421,4 @@ async def test_an_eavesdropper_whose_store_nobody_reaches_does_not_start(monkeyp
     let(monkeypatch, Keys("AKIA", "secret"), "http://127.0.0.1:9")
     code, line = await asyncio.to_thread(ended, "eavesdropper", "--folder", PLACE, "--listen", "127.0.0.1:0")
     assert code == 2
-    assert line.startswith(f"sottovoce: cannot keep captures at {PLACE}: ") and "127.0.0.1:9" in line
+    assert line.startswith(f"sottovoce: cannot write captures to {PLACE}: ") and "127.0.0.1:9" in line

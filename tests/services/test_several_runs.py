@@ -95,7 +95,7 @@ async def until_wanted(up: Network, learner: str) -> None:
     assert up.coordinating is not None
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            if learner in up.coordinating._courses._starting:
+            if learner in up.coordinating._runs._starting:
                 return
             await asyncio.sleep(0.01)
 
@@ -229,7 +229,7 @@ async def test_all_runs_go_on_when_their_coordinator_is_started_again(tmp_path: 
         running = [asyncio.ensure_future(up.run(each.spec, each.data)) for each in (first, second)]
         await up.until("cleo", LearnerState.RUNNING, 5)
         await up.restart_coordinator()
-        assert up.coordinating is not None and len(up.coordinating._courses.active_runs) == 2
+        assert up.coordinating is not None and len(up.coordinating._runs.active_runs) == 2
         async with asyncio.timeout(PATIENCE_S):
             outcomes = [await each for each in running]
         for each, outcome in zip((first, second), outcomes, strict=True):

@@ -59,7 +59,7 @@ async def test_a_capture_proves_what_was_said(tmp_path: Path, capture: str) -> N
     assert outcome.state == "finished", outcome.detail
     found = open_capture(outcome.capture_location or "")
     words = read_signatures(found, (ids.authority.folder / AUTHORITIES_FILE).read_bytes())
-    assert found.metadata["noticed_count"] == 0 and found.is_complete
+    assert found.metadata["detection_count"] == 0 and found.is_complete
     assert {name: own.message_rounds_count for name, own in words.items()} == dict.fromkeys(NAMES, ROUNDS)
     assert {name: own.signed_rounds_count for name, own in words.items()} == dict.fromkeys(NAMES, ROUNDS)
     assert not any(own.equivocated_rounds or own.mismatched_rounds or own.refusals for own in words.values())

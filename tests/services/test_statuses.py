@@ -38,7 +38,7 @@ Case = tuple[str, Message | bytes, grpc.StatusCode, str]
 def of_coordinator(run_id: str, spec: str) -> list[Case]:
     """In a run that is under way, with learners ann and ben, while cleo is in none."""
     pb = coordinator_pb2
-    no_run, no_id = "no run 'other': the last one is", "a run's id is required, got none"
+    no_run, no_id = "no run 'other': the last one is", "a run id is required, got none"
     no_learner, no_name = (
         f"run {run_id} has no learner 'zoe'; it has ann, ben",
         "a learner's name is required, got none",
@@ -56,7 +56,7 @@ def of_coordinator(run_id: str, spec: str) -> list[Case]:
         ("StopRun", pb.StopRunRequest(), INVALID, no_id),
         ("ResumeRun", pb.ResumeRunRequest(run_id="other"), NOT_FOUND, no_run),
         ("ResumeRun", pb.ResumeRunRequest(), INVALID, no_id),
-        ("ResumeRun", pb.ResumeRunRequest(run_id=run_id), STATE, "only a run that failed can be taken up again"),
+        ("ResumeRun", pb.ResumeRunRequest(run_id=run_id), STATE, "only a run that failed can be resumed"),
         ("LeaveRun", pb.LeaveRunRequest(run_id="other", learner="ann"), NOT_FOUND, no_run),
         ("LeaveRun", pb.LeaveRunRequest(run_id=run_id, learner="zoe"), NOT_FOUND, no_learner),
         ("LeaveRun", pb.LeaveRunRequest(run_id=run_id), INVALID, no_name),
@@ -193,7 +193,13 @@ async def test_where_nothing_is_known_texts_are_whole(tmp_path: Path) -> None:
     """Of runs, captures and learners there may be none: no sentence ends where their list would stand."""
     async with network(tmp_path, []) as up:
         for house, address, name, request, text in (
-            ("coordinator", up.coordinator, "GetRun", coordinator_pb2.GetRunRequest(run_id="x"), "'x': there is none"),
+            (
+                "coordinator",
+                up.coordinator,
+                "GetRun",
+                coordinator_pb2.GetRunRequest(run_id="x"),
+                "'x': there are no runs",
+            ),
             (
                 "coordinator",
                 up.coordinator,
@@ -206,7 +212,7 @@ async def test_where_nothing_is_known_texts_are_whole(tmp_path: Path) -> None:
                 up.eavesdropper,
                 "CloseCapture",
                 eavesdropper_pb2.CloseCaptureRequest(capture_id="x"),
-                "no capture 'x' here: there is none",
+                "no capture 'x' here: there are no captures",
             ),
         ):
             await seen(address, house, [(name, request, NOT_FOUND, text)])

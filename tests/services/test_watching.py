@@ -70,7 +70,7 @@ async def test_a_capture_that_is_being_closed_is_fetched_as_it_ends(
 ) -> None:
     """Its last part is on its way to the disk, then its last words; who asks is told those: nothing changes after."""
     spec, closing, asked, may_end = small_spec(12, NAMES, capture="relay"), *(threading.Event() for _ in range(3))
-    write, describe = CaptureWriter._write, CaptureWriter._describe
+    write, describe = CaptureWriter._write, CaptureWriter._write_metadata
 
     def write_slowly(self: CaptureWriter, rows: Sequence[CaptureRow]) -> None:
         if not self.is_open:
@@ -85,7 +85,7 @@ async def test_a_capture_that_is_being_closed_is_fetched_as_it_ends(
 
     monkeypatch.setattr(capture_writer, "_PART_INTERVAL_S", PATIENCE_S)  # all is written in the end
     monkeypatch.setattr(CaptureWriter, "_write", write_slowly)
-    monkeypatch.setattr(CaptureWriter, "_describe", describe_slowly)
+    monkeypatch.setattr(CaptureWriter, "_write_metadata", describe_slowly)
     async with network(tmp_path, NAMES) as up:
         started = await up.start(spec, 3)
         async with open_eavesdropper_source(up.eavesdropper, started.run_id) as source:

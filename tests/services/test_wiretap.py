@@ -128,7 +128,7 @@ async def test_bytes_pass_as_they_are_and_are_not_kept(tmp_path: Path) -> None:
     assert told is not None and (told.connections, told.records, told.bytes) == (1, 120, 2 * len(said))
     assert file.channel_traffic == {(0, 1): (60, len(said)), (1, 0): (60, len(said))}
     assert capture.is_complete and capture.count_messages() == (0, 0)
-    assert capture.metadata["not_checked"] == "anything: a wiretap reads no messages"
+    assert capture.metadata["unchecked_reason"] == "anything: a wiretap reads no messages"
 
 
 async def test_a_connection_on_which_nothing_passes_is_seen(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_a_learner_takes_no_relays_word_in_a_run_that_is_tapped(tmp_path: Path) 
 
     def session(capture: str) -> Session:
         role = SimpleNamespace(spec=small_spec(2, NAMES, capture=capture), name="ben")
-        return cast(Session, SimpleNamespace(role=role, policy=Policy()))
+        return cast(Session, SimpleNamespace(assignment=role, policy=Policy()))
 
     with pytest.raises(PermissionDenied, match="must not speak for ann"):
         connection._require_itself(session("wiretap"), 0, eavesdropper)

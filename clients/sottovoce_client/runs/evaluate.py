@@ -257,10 +257,10 @@ def _read_wiretap(outcome: Outcome) -> WiretapSummary | None:
 
 def read_detections(outcome: Outcome) -> DetectionSummary | None:
     """Read the detections of the eavesdropper; None without a capture that can be read here."""
-    if (capture := _open(outcome)) is None or "noticed_count" not in (facts := capture.metadata):
+    if (capture := _open(outcome)) is None or "detection_count" not in (facts := capture.metadata):
         return None
-    first = tuple(str(finding.get("text")) for finding in facts.get("noticed", ()) if isinstance(finding, dict))
-    return DetectionSummary(facts["noticed_count"], first, facts.get("not_checked"))
+    first = tuple(str(finding.get("text")) for finding in facts.get("detections", ()) if isinstance(finding, dict))
+    return DetectionSummary(facts["detection_count"], first, facts.get("unchecked_reason"))
 
 
 def describe_missing_traffic(outcome: Outcome) -> Iterator[str]:

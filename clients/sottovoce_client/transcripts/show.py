@@ -116,7 +116,7 @@ def _count_traffic(summary: _CaptureSummary, batch: pa.RecordBatch, *, tapped: b
     for kind in set(kinds.tolist()):
         summary.kinds[kind] = summary.kinds.get(kind, 0) + int(np.count_nonzero(kinds == kind))
     is_traffic = kinds == ("ciphertext" if tapped else "message")
-    summary.repeats += int(np.count_nonzero(_read_integers(batch, "again")))
+    summary.repeats += int(np.count_nonzero(_read_integers(batch, "is_repeat")))
     ends, sizes, streams, walls = (
         _read_ends(batch)[is_traffic],
         *(
@@ -197,7 +197,17 @@ def show(place: str, *, sender: int | str = 0, max_messages: int = 3, console: C
 def _build_document(capture: Capture) -> dict[str, Any]:
     """Build the metadata of a capture as JSON."""
     facts = capture.metadata
-    names = ("run_id", "world", "replica", "messages", "bytes", "noticed", "noticed_count", "gaps", "not_checked")
+    names = (
+        "run_id",
+        "world",
+        "replica",
+        "messages",
+        "bytes",
+        "detections",
+        "detection_count",
+        "gaps",
+        "unchecked_reason",
+    )
     return {"capture": capture.name, "complete": capture.is_complete, **{name: facts.get(name) for name in names}}
 
 
@@ -217,7 +227,7 @@ def _show_list(captures: Sequence[Capture], console: Console) -> None:
             if capture.is_complete
             else Text("gaps" if facts.get("gaps") else "cut short", style="yellow")
         )
-        found = facts.get("noticed_count", 0)
+        found = facts.get("detection_count", 0)
         table.add_row(
             Text(names[k]),
             *([Text(runs[k])] if has_run_column else []),
