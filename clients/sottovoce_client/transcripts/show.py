@@ -320,16 +320,16 @@ def _list_facts(capture: Capture, summary: _CaptureSummary) -> Iterator[tuple[st
 
 
 def _list_detections(facts: Any) -> Iterator[tuple[str, Text | str]]:
-    found = [each for each in facts.get("noticed", ()) if isinstance(each, dict)]
+    found = [each for each in facts.get("detections", ()) if isinstance(each, dict)]
     texts = ["".join(c for c in str(each.get("text")) if c.isprintable()) for each in found]
-    if line := describe_detections(facts.get("noticed_count", 0), texts):
+    if line := describe_detections(facts.get("detection_count", 0), texts):
         yield "detections", Text(line, style="bold red")
         for text in texts[1:_MAX_SHOWN_DETECTIONS]:
             yield "", Text(text, style="red")
-    elif "noticed_count" in facts and facts.get("ciphertext") is None:
+    elif "detection_count" in facts and facts.get("ciphertext") is None:
         yield "detections", "none"
-    if facts.get("not_checked"):
-        yield "not checked", Text(str(facts["not_checked"])[:300])
+    if facts.get("unchecked_reason"):
+        yield "not checked", Text(str(facts["unchecked_reason"])[:300])
 
 
 def _build_channels_table(summary: _CaptureSummary, names: Sequence[str], *, tapped: bool) -> Table:
