@@ -132,18 +132,18 @@ COMMANDS = {
     "compare": "compare.html",
     "coordinator": "--eavesdropper",
     "learner": "--join-timeout",
-    "status": "epsilon spent",
-    "policy": "which of its learners",
+    "status": "Show the current status",
+    "policy": "learner to check",
     "eavesdropper": "--advertise-host",
     "watch": "The chance of a false alarm",
     "predict": "(telemetry.predict)",
-    "models": "what handing it out costs",
+    "models": "cost of publishing it",
     "models export": "--unprotected",
     "spec": "values",
     "spec check": "without running anything",
     "spec values": "for the Helm chart",
     "init": "--schema-only",
-    "data describe": "how many records fit it",
+    "data describe": "Show the content of a data set",
 }
 
 
@@ -273,7 +273,7 @@ def test_what_goes_wrong_is_said_in_a_line_and_exits_with_2(
         ),
         (["simulate", str(tmp_path / "none.yaml"), *out], "cannot read the run spec"),
         (["simulate", tiny, "--out", f"{tiny}/x"], "cannot write to the folder"),
-        (["run", tiny, "--resume", "a", "--recover", "a", *out], "give one of the two"),
+        (["run", tiny, "--resume", "a", "--recover", "a", *out], "exclude each other"),
         (["coordinator", "--log-level", "loud"], "debug, info, warning"),
         (["coordinator", "--config", written(tmp_path, "f.yaml")], "must map options of this command"),
     ]

@@ -55,7 +55,7 @@ def test_no_command_declares_them_again() -> None:
     flags = {flag for each in COMMON.values() for flag in each.opts}
     again = {name for name, command in commands(ROOT) for each in command.params if flags & {*each.opts}}
     assert again - {""} == set()
-    assert all(command.uses <= COMMON.keys() for _, command in commands(ROOT))
+    assert all(command.common_options <= COMMON.keys() for _, command in commands(ROOT))
 
 
 def test_those_with_a_value_are_known_before_anything_is_imported() -> None:

@@ -153,7 +153,7 @@ def test_what_broke_off_is_begun_anew(server: Server, tmp_path: Path) -> None:
         (500, "the server answered 500"),
         (LETTERS + b"X", "must have the digest sha256.*got .*damaged or changed"),
         (b"", "must have the digest sha256.*0 bytes"),
-        (b"\xef\xbb\xbf \n<!DOCTYPE html><html>sign in</html>", "a web page came in place of the file"),
+        (b"\xef\xbb\xbf \n<!DOCTYPE html><html>sign in</html>", "sent a web page"),
         ([LETTERS[:20]], "the connection broke off"),
     ],
 )

@@ -37,13 +37,18 @@ def changed_by(work: str, **environment: str) -> tuple[dict[str, str], bool]:
 
 
 def test_an_entry_point_takes_one_thread_before_numpy_is_there() -> None:
-    changed, with_numpy = changed_by("from sottovoce_client.entry_point import settle; settle()")
+    changed, with_numpy = changed_by(
+        "from sottovoce_client.entry_point import set_environment_defaults; set_environment_defaults()"
+    )
     assert changed == {**dict.fromkeys(OURS, "1"), "GRPC_VERBOSITY": "NONE"}
     assert not with_numpy
 
 
 def test_what_the_user_set_stays() -> None:
-    changed, _ = changed_by("from sottovoce_client.entry_point import settle; settle()", OPENBLAS_NUM_THREADS="8")
+    changed, _ = changed_by(
+        "from sottovoce_client.entry_point import set_environment_defaults; set_environment_defaults()",
+        OPENBLAS_NUM_THREADS="8",
+    )
     assert "OPENBLAS_NUM_THREADS" not in changed
 
 

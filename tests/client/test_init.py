@@ -121,7 +121,7 @@ def test_a_spec_checks_without_a_warning_and_costs_what_was_wished(
     told = json.loads(out)
     code, out, err = here("spec", "check", str(spec))
     assert (code, err) == (0, "")
-    assert out.endswith("fine, but for 1 warning above\n" if kind in PLACED else "fine\n")
+    assert out.endswith("valid, with 1 warning above\n" if kind in PLACED else "valid\n")
     prepared = prepare(load_spec(spec))
     spent = compute_epsilons(prepared.run, prepared.data, unit="record")
     wished = float(epsilon)

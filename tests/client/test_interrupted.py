@@ -172,12 +172,12 @@ async def test_a_service_that_is_told_to_end_while_it_starts_ends_well() -> None
         finally:
             ended.append("cleaned up")
 
-    serving = asyncio.ensure_future(services._run_until_stopped(starting()))
+    serving = asyncio.ensure_future(services._run_service(starting()))
     await begun.wait()
     os.kill(os.getpid(), signal.SIGTERM)
     await serving
     begun.clear()
-    cut = asyncio.ensure_future(services._run_until_stopped(starting()))
+    cut = asyncio.ensure_future(services._run_service(starting()))
     await begun.wait()
     cut.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -53,7 +53,9 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, An
 
 
 def test_every_command_has_it_or_a_reason() -> None:
-    lacking = {name for name, command in commands(typer.main.get_command(app)) if "as_json" not in command.uses}
+    lacking = {
+        name for name, command in commands(typer.main.get_command(app)) if "as_json" not in command.common_options
+    }
     assert lacking == WITHOUT.keys()
 
 
@@ -93,7 +95,7 @@ RESULTS: dict[str, tuple[str, set[str]]] = {
     "spec values small.yaml": ("learners", set()),
     "data describe records.npz": ("records", {"features", "classes", "file"}),
     "init wards.csv --schema-only --label ill": ("schema", {"out"}),
-    "doctor": ("findings", {"well"}),
+    "doctor": ("findings", {"ok"}),
     "pki init --domain ward.example --authority a": ("authority", {"domain"}),
     "demo --print-spec": ("algorithm", {"data"}),
 }
@@ -290,7 +292,7 @@ def test_a_run_that_failed_names_the_log_of_its_learner(folder: Path, monkeypatc
     [
         ("run", "running", ("the coordinator",), "running", "continues, and was in round 3 when last seen"),
         ("run", "running", ("learner-1",), "running", "was stopped in round 3"),
-        ("run", "finished", (), "finished", "finished in round 3: this command was told to end before"),
+        ("run", "finished", (), "finished", "finished in round 3: this command was stopped before"),
         ("up", "running", (), "stopped", "stopped in round 3: stopped twice, its services ended at once"),
     ],
 )

@@ -125,5 +125,5 @@ def test_what_needs_more_memory_than_there_is_says_so(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert "more memory than there is" in capsys.readouterr().err
+    assert "more memory than is available" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before

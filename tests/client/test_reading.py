@@ -44,7 +44,10 @@ def test_a_check_shows_what_is_read_as_what(folder: Path) -> None:
     text = check(folder)
     assert "records.csv: 8 records, as they are read:" in text
     assert "features: 2 (age, dose), and a constant one, the intercept" in text
-    assert "label, column 'outcome': sick is 0 (3 records), well is 1 (5 records); where another is to be 1" in text
+    assert (
+        "label, column 'outcome': sick is 0 (3 records), well is 1 (5 records); to make another one the positive class"
+        in text
+    )
     assert [line for line in text.splitlines() if line.startswith("  ")] == [
         "  1, 2, sick", "  2, 3, well", "  4, 5, well", "  2, 2, sick", "  4, 3, well",
     ]  # fmt: skip
@@ -90,9 +93,7 @@ def test_rows_that_a_loss_cuts_to_almost_nothing_are_told(folder: Path, times: i
     scaled = "".join(f"{times * int(age)},{dose},{outcome}\n" for age, dose, outcome in rows)
     (folder / "records.csv").write_text("age,dose,outcome\n" + scaled, encoding="utf-8")
     write(folder, more)
-    warned = (
-        "warning: more than half of the records are over 10 times as long as loss.feature_bound, 1, and are cut to it"
-    )
+    warned = "warning: more than half of the records are over 10 times as long as loss.feature_bound, 1, and are clipped to it"
     assert (warned in check(folder)) == (times == 100 and not more)
 
 
@@ -101,7 +102,7 @@ def test_labels_that_are_all_the_same_are_told(folder: Path) -> None:
     with pytest.raises(DataError, match=r"needs two labels, got only well: name in data\.positive"):
         check(folder)
     write(folder, ", positive: [sick]")
-    assert "well is 0 (8 records): all are the same, so there is nothing to tell apart" in check(folder)
+    assert "well is 0 (8 records): all are the same, so there is nothing to learn" in check(folder)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +159,13 @@ WHYS = {
 def test_a_check_says_why_the_first_line_holds_names(folder: Path, header: str) -> None:
     (folder / "records.csv").write_text(f"{header}\n{ROWS}", encoding="utf-8")
     text = check(folder)
-    assert "4 records" in text and f"first line: names of the columns, for {WHYS[header]}\n" in text
+    assert "4 records" in text and f"first line: names of the columns, because {WHYS[header]}\n" in text
 
 
 def test_the_label_that_a_spec_names_is_a_name(folder: Path) -> None:
     (folder / "records.csv").write_text(f"1,2,well\n{ROWS}", encoding="utf-8")
     write(folder, ", label: well")
-    assert "for one is called 'well', as data.label says" in check(folder)
+    assert "because one is called 'well', as data.label says" in check(folder)
 
 
 @pytest.mark.parametrize(

@@ -400,6 +400,6 @@ def test_the_page_shows_what_is(folder: Path) -> None:
         (folder / name).write_text(text, encoding="utf-8")
     (shown,) = re.findall(r"On these records:\n\n```text\n(.*?)```", page, re.DOTALL)
     assert told("data", "describe", "wards.csv", "--schema", "schema.yaml") == " ".join(shown.split())
-    assert "fine" in told("spec.yaml", group="spec check")
+    assert "valid" in told("spec.yaml", group="spec check")
     told("spec.yaml", "--out", "out", group="simulate")
     assert (folder / "out" / "results.parquet").is_file()

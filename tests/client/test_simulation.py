@@ -54,9 +54,9 @@ def test_recorded_noise_is_read_back_and_said_again(
     tmp_path: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fields beside those of the message (`dvp`), rounds without a draw (`pd-ftgl`), no noise at all (`admm`)."""
-    first = simulated(tmp_path / "first", changes, write=("transcript", "noise"))
+    first = simulated(tmp_path / "first", changes, outputs=("transcript", "noise"))
     again = simulated(
-        tmp_path / "again", changes, recorded_noise=first / "noise.parquet", write=("transcript", "noise")
+        tmp_path / "again", changes, recorded_noise=first / "noise.parquet", outputs=("transcript", "noise")
     )
 
     said, repeated = (read_noise(folder / "transcript.parquet") for folder in (first, again))
@@ -73,16 +73,16 @@ def test_noise_that_a_run_does_not_draw_is_told(
     tmp_path: Path, name: str, draws: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = next(run for run in FIELD["runs"] if run["algorithm"]["name"] == name)
-    fields = read_noise(simulated(tmp_path / "first", changes, write=("noise",)) / "noise.parquet")
+    fields = read_noise(simulated(tmp_path / "first", changes, outputs=("noise",)) / "noise.parquet")
     np.savez(tmp_path / "noise.npz", **fields, z=np.zeros((36, 5, 3)))  # type: ignore[arg-type]
-    simulated(tmp_path / "again", changes, recorded_noise=tmp_path / "noise.npz", write=("metrics",))
+    simulated(tmp_path / "again", changes, recorded_noise=tmp_path / "noise.npz", outputs=("metrics",))
     assert f"noise.npz: z was not used: this run draws {draws}\n" in capsys.readouterr().err
 
 
 def test_rounds_without_a_draw_have_zeros(tmp_path: Path) -> None:
     """PD-FTGL draws in the first round of a block, for the leaf of the block before: once in two blocks and a bit."""
     changes = next(run for run in FIELD["runs"] if run["name"] == "pd-ftgl")
-    noise = read_noise(simulated(tmp_path / "run", changes, write=("transcript", "noise")) / "noise.parquet")["y"]
+    noise = read_noise(simulated(tmp_path / "run", changes, outputs=("transcript", "noise")) / "noise.parquet")["y"]
 
     assert len(noise) == 36
     assert [t for t in range(36) if noise[t].any()] == [16]
@@ -182,7 +182,7 @@ def test_a_refused_command_leaves_no_folder_that_it_made(
     """Also not those around it, nor where an algorithm of one's own is refused in its first round; a folder of the user stays."""
     own = gossip_spec({"graph": "complete"}, 2, 3, data={"source": "breast_cancer"})
     (tmp_path / "own.yaml").write_text(dump_spec(own), encoding="utf-8")
-    monkeypatch.setattr(Gossip, "speak", lambda _, state, __: (state, None))
+    monkeypatch.setattr(Gossip, "emit", lambda _, state, __: (state, None))
     words = [{"SPEC": str(spec), "OWN": str(tmp_path / "own.yaml")}.get(word, word) for word in words]
     (tmp_path / "mine").mkdir()
     for out in ("out/inner", "mine"):

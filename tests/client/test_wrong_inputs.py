@@ -72,7 +72,7 @@ WRONG = [
     ("up spec.yaml --canaries 1000", "canaries must be 1 to"),
     ("run spec.yaml --coordinator 127.0.0.1:99999", ADDRESS),
     ("run spec.yaml --coordinator ''", f"--coordinator {ADDRESS}"),
-    ("run spec.yaml --resume a --recover b", "give one of the two"),
+    ("run spec.yaml --resume a --recover b", "exclude each other: give one of them"),
     (f"run spec.yaml --identity nowhere --coordinator {NOBODY}", "the identity in nowhere cannot be used"),
     ("simulate odd.yaml", "odd.yaml: rounds: must be a whole number, got True"),
     ("simulate odd.yaml", "odd.yaml: learners.0: must be text, got False"),

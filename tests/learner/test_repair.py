@@ -111,7 +111,7 @@ COMMANDS: dict[str, Callable[[Path, str], None]] = {
 def test_a_folder_that_is_not_there_is_said_with_what_to_do(folder: Path, what: str) -> None:
     (folder / "a-file").touch()
     for wrong in (folder / "nowhere", folder / "a-file"):
-        wanted = f"must be one where a learner keeps its ledger, got {wrong}, which is no folder: .* --state"
+        wanted = f"must contain a learner.s ledger, got {wrong}, which is not a folder: .* --state"
         with pytest.raises(SpecError, match=wanted):
             COMMANDS[what](wrong, NAME)
 
@@ -121,7 +121,7 @@ def test_a_learner_of_whom_nothing_is_there_is_not_said_to_have_lost_nothing(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, what: str
 ) -> None:
     empty = tmp_path_factory.mktemp("empty")
-    for there, names in ((folder, NAME), (empty, "nobody")):
+    for there, names in ((folder, NAME), (empty, "none")):
         with pytest.raises(SpecError, match=rf"no (ledger|runs) of 'bo' in the state folder .* of: {names}$"):
             COMMANDS[what](there, "bo")
     assert not list(empty.iterdir())
@@ -147,7 +147,7 @@ def test_a_copy_that_is_the_only_one_is_taken(folder: Path, tmp_path_factory: py
     adopt_ledger(copy, NAME, Console(file=out))
     assert f"ann continues from {copy}: 2 runs, ε {2 * PRICE + 3 * PRICE:g} in total\n" in out.getvalue()
     assert (
-        f"charge that before the learner starts: sottovoce ledger --repair --state {copy} --learner ann --charge"
+        f"charge them before the learner starts: sottovoce ledger --repair --state {copy} --learner ann --charge"
         in out.getvalue()
     )
     assert open_run(copy, "run-b").epsilon_spent == 3 * PRICE
@@ -163,7 +163,7 @@ async def test_every_charge_is_computed_again(tmp_path: Path) -> None:
     await crew.live(range(ROUNDS))
     out, folder = io.StringIO(), tmp_path / "0"
     verify_ledger(folder, None, Console(file=out, width=160))
-    assert "learner-0: 1 run," in out.getvalue() and "nothing is lost" in out.getvalue()
+    assert "learner-0: 1 run," in out.getvalue() and "the ledger is complete" in out.getvalue()
     (line,) = Ledger(folder).verify("learner-0", imports=False)
     assert line.epsilon_spent == crew.learners[0].status.epsilon_spent
 

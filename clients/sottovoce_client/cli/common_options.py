@@ -193,7 +193,7 @@ def read_profile(context: typer.Context, name: str | None) -> str | None:
     Raises:
         SpecError: The profile does not exist, or has other options.
     """
-    name = _given(context, "profile", name)
+    name = _read_option(context, "profile", name)
     if name is not None and _is_command(context):
         if not name or {*name} & {"/", "\\", "."}:
             raise SpecError(
@@ -213,7 +213,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     Raises:
         SpecError: It has options of other commands.
     """
-    path = _given(context, "config", path)
+    path = _read_option(context, "config", path)
     common_options: frozenset[str] = getattr(context.command, "common_options", frozenset())
     if path is not None and _is_command(context):
         if "config" not in common_options:
@@ -225,7 +225,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     return None
 
 
-def _given(context: typer.Context, name: str, value: Any) -> Any:
+def _read_option(context: typer.Context, name: str, value: Any) -> Any:
     """Return a value from the command line, before or after the command, else from the environment."""
     given = context.meta.setdefault(_GIVEN, {})
     if value is not None:

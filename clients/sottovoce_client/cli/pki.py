@@ -57,7 +57,7 @@ def init(
             f"others do: sottovoce pki issue --authority {authority} {identities}/*"
         )
     )
-    _print_skipped(skipped)
+    _print_skipped_folders(skipped)
     facts = {"authority": authority, "domain": domain, "copied_to": updated, "skipped": _skipped_documents(skipped)}
     terminal.print_json_if_requested(lambda: facts)
     if skipped:
@@ -197,7 +197,7 @@ def revoke(
     console.print(
         Text(f"{authority / 'crl.pem'} was copied to {len(updated)} identities in {identities}; copy it to all others")
     )
-    _print_skipped(skipped)
+    _print_skipped_folders(skipped)
     others = [
         f"{each.subject.rfc4514_string()}, serial number {each.serial_number:x}" for each in own.other_authorities
     ]
@@ -236,7 +236,7 @@ def show(
     raise typer.Exit(print_certificates(folder, terminal.create_console()))
 
 
-def _print_skipped(skipped: Mapping[Path, str]) -> None:
+def _print_skipped_folders(skipped: Mapping[Path, str]) -> None:
     from rich.text import Text
 
     from sottovoce_client import terminal

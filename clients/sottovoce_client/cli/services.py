@@ -328,7 +328,7 @@ def _serve(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     set_private_umask()
     try:
         with asyncio.Runner(loop_factory=_choose_loop_factory()) as runner:
-            runner.run(_run_until_stopped(work()))
+            runner.run(_run_service(work()))
     except SottovoceError:
         raise
     except Exception as error:  # noqa: BLE001 - a traceback ends with the error's text, and that may quote a record
@@ -336,7 +336,7 @@ def _serve(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         raise typer.Exit(1) from None
 
 
-async def _run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
+async def _run_service(work: Coroutine[Any, Any, None]) -> None:
     """Run a service. A signal before it serves stops it without an error; after that, it handles signals itself."""
     import structlog
 

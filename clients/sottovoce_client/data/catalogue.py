@@ -236,13 +236,13 @@ def describe(source: str, folders: Sequence[Path], console: Console, label: str 
     if known and known.originals and path is None:
         console.print(
             _make_grid(
-                [*_describe_published(known), ("here", f"no: sottovoce data fetch {source}"), *_originals(known)]
+                [*_describe_publication(known), ("here", f"no: sottovoce data fetch {source}"), *_originals(known)]
             )
         )
         terminal.print_json_if_requested(lambda: {"source": source, "published": _make_document(known), "file": None})
         return
     table = read_source(DataSpec(source=source, label=label), folders)
-    rows = [*_describe_published(known)] if known else [("source", source)]
+    rows = [*_describe_publication(known)] if known else [("source", source)]
     rows += [*_describe_content(table, known)]
     if path is not None and (known is None or known.originals):
         rows.append(("file", f"{path}, {path.stat().st_size:,} bytes, {compute_digest(path.read_bytes())}"))
@@ -275,7 +275,7 @@ def _make_grid(rows: Sequence[tuple[str, str]]) -> Any:
     return grid
 
 
-def _describe_published(known: CatalogueEntry) -> Iterator[tuple[str, str]]:
+def _describe_publication(known: CatalogueEntry) -> Iterator[tuple[str, str]]:
     yield "source", f"{known.name}: {known.title}"
     yield "task", known.task
     more = f", and {known.test_records:,} held out for tests" if known.test_records else ""

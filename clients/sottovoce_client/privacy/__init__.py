@@ -1,1 +1,1 @@
-"""What runs promise and cost: budgets, calibration, the trade-off, the ledger."""
+"""Guarantees and privacy costs of runs: budgets, calibration, the trade-off, the ledger."""

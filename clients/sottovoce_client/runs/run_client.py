@@ -133,7 +133,7 @@ async def run_on_services(
                 spec=spec_to_wire(sent_spec), n_features=data.n_features, world=world, replica=replica
             )
             stop = stop or asyncio.Event()
-            started = await _unless_stopped(_start_run(channel, coordinator, request, resume, recover), stop)
+            started = await _await_start(_start_run(channel, coordinator, request, resume, recover), stop)
             place_data = place_data or (lambda _: data)
             monitor = _RunMonitor(stub, started, spec, data, watch, stop, place_data, credentials)
             return await monitor.run_to_end()
@@ -190,7 +190,7 @@ def _parse_without_absences(spec: str) -> dict[str, Any]:
     return {name: value for name, value in json.loads(spec).items() if name != "absences"}
 
 
-async def _unless_stopped(start: Coroutine[Any, Any, coordinator_pb2.Run], stop: asyncio.Event) -> coordinator_pb2.Run:
+async def _await_start(start: Coroutine[Any, Any, coordinator_pb2.Run], stop: asyncio.Event) -> coordinator_pb2.Run:
     """Wait for a run to start, unless the command is stopped: learners may never join."""
     async with Tasks() as tasks:
         starting = tasks.start(start)

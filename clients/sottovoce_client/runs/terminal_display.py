@@ -160,7 +160,7 @@ class _Lines:
         for line in self._announcements.list_new(progress):
             self.write(line)
         now, tenth = self._clock(), 10 * self._pace.done // self._rounds if self._rounds else 0
-        state = _append_disconnected(state, progress)
+        state = _append_offline_names(state, progress)
         known = (self._last_tenth, self._last_state, self._violation_count)
         if now - self._last_time < PLAIN_INTERVAL_S and (tenth, state, len(progress.violations)) == known:
             return
@@ -213,7 +213,9 @@ class _Display:
 
     def _render(self, progress: RunProgress, state: str, captured_messages: int | None) -> RenderableType:
         head = Text.assemble(
-            (self._title, "bold"), ("  ", ""), (_append_disconnected(state, progress), _STATE_STYLES.get(state, "cyan"))
+            (self._title, "bold"),
+            ("  ", ""),
+            (_append_offline_names(state, progress), _STATE_STYLES.get(state, "cyan")),
         )
         violations = [_cut(f"violation: {line}") for line in progress.violations[:MAX_VIOLATION_LINES]]
         recorded = "" if captured_messages is None else f"{pluralize(captured_messages, 'message')} recorded"
@@ -262,7 +264,7 @@ def _cut(line: str) -> Text:
     return Text(line, style="bold red", no_wrap=True, overflow="ellipsis")
 
 
-def _append_disconnected(state: str, progress: RunProgress) -> str:
+def _append_offline_names(state: str, progress: RunProgress) -> str:
     """Append the disconnected learners to the state."""
     names = progress.offline_learners
     if len(names) > _MAX_NAMED_LEARNERS:
