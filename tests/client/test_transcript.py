@@ -91,7 +91,7 @@ def test_many_captures_and_simulations_are_one_table(tmp_path: Path) -> None:
     counts = asked(tmp_path, "SELECT run, world, count(*) FROM broadcasts GROUP BY ALL ORDER BY ALL")
     assert counts == [["run-1", "0", "8"], ["run-1", "1", "8"], ["sim", "0", "18"]]
     assert asked(tmp_path / "simulated" / "transcript.parquet", "SELECT count(*) FROM broadcasts") == [["18"]]
-    with pytest.raises(SpecError, match="only what was simulated"):
+    with pytest.raises(SpecError, match="there are only simulated transcripts"):
         asked(tmp_path / "simulated", "SELECT * FROM messages")
     assert "sim" in shown(tmp_path / "simulated")
     listed = shown(tmp_path / "runs")
@@ -102,7 +102,7 @@ def test_what_was_said_again_is_marked(tmp_path: Path) -> None:
     spec = json.dumps(small_run(4, 2, topology={"graph": "path"}).spec.model_dump(mode="json"))
     rows = [*conversation(4), row(frame(3, 0), 0, 1, stream=2)]
     capture(tmp_path / "new", rows, spec=spec, n_features=3)
-    assert asked(tmp_path, "SELECT count(*), count(*) FILTER (again) FROM messages") == [["9", "1"]]
+    assert asked(tmp_path, "SELECT count(*), count(*) FILTER (is_repeat) FROM messages") == [["9", "1"]]
     assert "9 messages (1 of them repeated), " in shown(tmp_path / "new")
 
 
@@ -113,7 +113,7 @@ def test_a_capture_anywhere(tmp_path: Path) -> None:
 
 
 def test_nothing_there_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="has neither captures nor"):
+    with pytest.raises(CaptureError, match="must have captures or"):
         find_transcripts(str(tmp_path))
     (tmp_path / "transcript.parquet").write_text("no parquet")
     with pytest.raises(CaptureError, match=r"transcript\.parquet"):
@@ -240,7 +240,7 @@ def test_learners_are_shown_by_their_names(tmp_path: Path) -> None:
 def test_what_was_noticed_is_shown(tmp_path: Path) -> None:
     spec = json.dumps(small_run(4, 2, topology={"graph": "path"}).spec.model_dump(mode="json"))
     text = shown(capture(tmp_path, [row(frame(0, 1), 0, 1)], spec=spec, n_features=3))
-    assert "The eavesdropper noticed 1 thing that must never happen: learner-0 to learner-1" in " ".join(text.split())
+    assert "The eavesdropper detected 1 protocol violation: learner-0 to learner-1" in " ".join(text.split())
 
 
 def test_nothing_said_can_paint_the_terminal(tmp_path: Path) -> None:
@@ -251,7 +251,13 @@ def test_nothing_said_can_paint_the_terminal(tmp_path: Path) -> None:
     noticed = [{"text": evil}]
     path.write_text(
         json.dumps(
-            {**facts, "run_id": evil, "spec": {"algorithm": {"name": evil}}, "detections": noticed, "detection_count": 1}
+            {
+                **facts,
+                "run_id": evil,
+                "spec": {"algorithm": {"name": evil}},
+                "detections": noticed,
+                "detection_count": 1,
+            }
         )
     )
     text = shown(tmp_path)
@@ -271,7 +277,7 @@ def test_a_capture_that_was_closed_and_has_gaps_says_so(tmp_path: Path) -> None:
 
     asyncio.run(made())
     text = shown(tmp_path / "one")
-    assert "not whole: 1 gap where nobody listened" in " ".join(text.split()) and "cut short" not in text
+    assert "incomplete: 1 gap in the recording" in " ".join(text.split()) and "cut short" not in text
 
 
 def test_an_empty_capture_is_shown(tmp_path: Path) -> None:

@@ -21,20 +21,20 @@ from sottovoce_core.spec import parse_spec
 from sottovoce_lab.reconstruction import (
     Reconstruction,
     _compute_added_gradients,
-    _scale_pictures,
-    _fits_better,
-    _solve_stream,
-    _is_recognised,
     _compute_similarity,
+    _fits_better,
+    _is_recognised,
+    _scale_pictures,
+    _solve_stream,
     reconstruct_records,
 )
 from sottovoce_lab.simulated_attacks import (
-    _score_both,
-    _score_decisions,
-    _score_messages,
     _guess,
     _Pair,
     _roc,
+    _score_both,
+    _score_decisions,
+    _score_messages,
     _simulate_worlds,
 )
 from tests.examples import made_up

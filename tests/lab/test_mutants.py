@@ -19,7 +19,7 @@ from sottovoce_lab.auditor_evaluation import (
     try_mutant,
 )
 from sottovoce_lab.catalogue import QUICK_MUTANTS
-from sottovoce_lab.catalogue.side_channels import _forget_spent_budget, _detect, _list_overspent, _RunMessages
+from sottovoce_lab.catalogue.side_channels import _detect, _forget_spent_budget, _list_overspent, _RunMessages
 from sottovoce_lab.mutants import ALGORITHM_RUNS, BASE_RUNS, Fault, Mutant, mutate_noise, scale_noise
 
 BY_NAME = {mutant.name: mutant for mutant in QUICK_MUTANTS}
