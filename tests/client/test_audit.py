@@ -100,7 +100,7 @@ def test_nothing_promised_is_said(spec: Path, tmp_path: Path) -> None:
     document["algorithm"] = {"name": "d-ogd"}
     spec.write_text(yaml.safe_dump(document), encoding="utf-8")
     code, text, written = shown(prepare(load_spec(spec)), tmp_path)
-    assert code == 0 and "UNPROMISED" in text and "no noise to test" in text
+    assert code == 0 and "NO-CLAIM" in text and "no noise to test" in text
     assert written["epsilon"]["promised"] is None and written["epsilon"]["lower_bound"] > 1.0
 
 

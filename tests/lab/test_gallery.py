@@ -100,7 +100,7 @@ async def test_records_are_read_off_the_real_wire(tmp_path: Path) -> None:
     assert "no claim" in text
     (figures,) = document["attacks"]["capture"]
     assert figures["records"] == 3 * 4 and figures["mean_squared_error"] < 1e-12 and figures["recognised"] == 1.0
-    assert "5 rounds overheard" in document["source"] and str(tmp_path) not in document["source"]
+    assert "5 rounds captured" in document["source"] and str(tmp_path) not in document["source"]
     modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("gallery.json", "gallery.html")}
     assert set(modes.values()) == {0o600}  # they show records
     assert "What this capture gives away" in (tmp_path / "gallery.html").read_text(encoding="utf-8")
