@@ -269,7 +269,7 @@ def test_a_look_at_a_capture_that_is_not_whole_does_not_end_as_one_without_alarm
     assert f"ends before round {ROUNDS - 1}" in watched(early, 2)
     shutil.copy(identities.authority.folder / AUTHORITIES_FILE, tmp_path / AUTHORITIES_FILE)
     signed(tmp_path / "changed", identities, changed=True)
-    assert "  not whole  " in watched(tmp_path / "changed", 2)
+    assert "  incomplete  " in watched(tmp_path / "changed", 2)
 
 
 def test_noise_of_a_seed_is_said_where_it_is_known_and_else_what_is_assumed(tmp_path: Path) -> None:
