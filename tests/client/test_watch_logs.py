@@ -202,7 +202,7 @@ def test_what_cannot_be_watched_is_said(
     run: tuple[Path, str, dict[str, list[int]]], question: dict[str, Any], text: str
 ) -> None:
     folder, *_ = run
-    if question and "logs" not in question:
+    if question and "state_folders" not in question:
         question = {**question, "state_folders": (folder / "journals",)}
     with pytest.raises(SottovoceError, match=text):
         followed(folder, **question)
@@ -214,7 +214,7 @@ def test_a_run_that_nobody_records_is_not_waited_for(tmp_path: Path) -> None:
         followed(tmp_path, state_folders=(tmp_path,))
     for text in ("capture: relay", "capture: mirror", "[", "7"):
         (tmp_path / "spec.yaml").write_text(text)
-        with pytest.raises(CaptureError, match="there is no capture to watch"):
+        with pytest.raises(CaptureError, match="--once needs a capture, and there is none"):
             followed(tmp_path, once=True)
 
 
