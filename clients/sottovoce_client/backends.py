@@ -251,7 +251,7 @@ def map_with_progress(mapper: Mapper, size: Callable[[Any], int], on_count: Coun
                 return
             files.enter_context(_watch_progress(path, sizes, on_count))
             writers = [_ProgressWriter(path, k) for k in range(len(pieces))]
-            reporting = [replace(piece, tell=writer) for piece, writer in zip(pieces, writers, strict=True)]
+            reporting = [replace(piece, on_progress=writer) for piece, writer in zip(pieces, writers, strict=True)]
             for writer, result in zip(writers, mapper(work, reporting), strict=True):
                 writer(1.0)
                 yield result

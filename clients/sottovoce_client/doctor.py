@@ -164,7 +164,9 @@ def _check_identity(credentials: Credentials) -> Iterator[Finding]:
     else:
         yield _check_expiry("identity", principal, own.expiry)
     if not own.is_rooted:
-        text = f"{CERTIFICATE_FILE} has no chain to an authority of {AUTHORITIES_FILE}: add the intermediate certificates"
+        text = (
+            f"{CERTIFICATE_FILE} has no chain to an authority of {AUTHORITIES_FILE}: add the intermediate certificates"
+        )
         yield Finding("chain", "warning", text)
     yield from _check_authorities({domain: pem.count(b"BEGIN") for domain, pem in own.bundles.items()})
     if not (folder / REVOCATION_FILE).exists():

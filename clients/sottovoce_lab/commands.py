@@ -1,4 +1,4 @@
-"""The commands of the laboratory: `sottovoce lab self-test`, `power` and `gallery`."""
+"""Commands of the laboratory: `sottovoce lab self-test`, `power` and `gallery`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from sottovoce_client.cli.common_options import CommandApp, get_common_options
 
 lab_app = CommandApp(
     no_args_is_help=True,
-    help="The laboratory: test the auditor itself, and see in pictures what an eavesdropper can rebuild.",
+    help="Test the auditor itself, and show in pictures what an eavesdropper can rebuild.",
 )
 
 _Mutants = Annotated[
-    list[str] | None, typer.Option("--mutant", metavar="MODULE:NAME", help="A broken learner of your own; repeatable.")
+    list[str] | None, typer.Option("--mutant", metavar="MODULE:NAME", help="An additional mutant; repeatable.")
 ]
 _Jobs = Annotated[
-    int | None, typer.Option(min=1, max=MAX_JOBS, help="How many at a time.", show_default="one per core")
+    int | None, typer.Option(min=1, max=MAX_JOBS, help="Maximum parallel tasks.", show_default="one per core")
 ]
 _Seed = Annotated[int, typer.Option(min=0, help="Seed of the coins and the noise.")]
 _Out = Annotated[
@@ -43,23 +43,23 @@ def self_test(
         Path | None,
         typer.Argument(
             metavar="SPEC",
-            help="The run spec whose run is broken.",
+            help="The run spec that mutants break.",
             show_default="small runs of all algorithms",
             autocompletion=completion.complete_spec_files,
         ),
     ] = None,
     mutant: _Mutants = None,
-    alarms: Annotated[int, typer.Option(min=0, max=MAX_COUNT, help="Audits of every correct algorithm.")] = 5,
+    audits: Annotated[int, typer.Option(min=0, max=MAX_COUNT, help="Audits of every correct algorithm.")] = 5,
     learner: Annotated[
-        str | None, typer.Option(help="Whose messages.", show_default="the one with the largest epsilon")
+        str | None, typer.Option(help="The audited learner.", show_default="the one with the largest epsilon")
     ] = None,
     runs: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=MAX_COUNT,
-            help="Runs of each of the two worlds, at most.",
-            show_default="each mutant's own limit",
+            help="Maximum runs of each of the two worlds.",
+            show_default="each mutant's own",
         ),
     ] = None,
     backend: BackendName = "processes",
@@ -67,21 +67,21 @@ def self_test(
     seed: _Seed = 0,
     out: _Out = None,
 ) -> None:
-    """Test the auditor: does it catch broken learners, and how often does it accuse correct ones?
+    """Test the auditor: count the mutants that it finds, and its false alarms on correct learners.
 
-    Writes selftest.json to the folder of --out. Exits with 1 if a broken learner is missed, or if false alarms are too many.
+    Writes selftest.json to the folder of --out. Exits with 1 if a mutant is missed, or if false alarms are too many to be chance.
     """
     from sottovoce_core.spec import load_spec
     from sottovoce_lab import selftest
 
     if out is not None:
         make_results_folder("audit", out, ["selftest.json"])
-    broken = None if spec is None else prepare_run(load_spec(spec))
+    prepared = None if spec is None else prepare_run(load_spec(spec))
     code = selftest.run_self_test(
-        broken,
+        prepared,
         learner=learner,
         mutants=mutant or [],
-        audits=alarms,
+        audits=audits,
         runs=runs,
         backend=backend,
         jobs=jobs,
@@ -96,16 +96,16 @@ def power(
     mutant: _Mutants = None,
     runs: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_COUNT, help="Runs of each of the two worlds, at most.", show_default="2000"),
+        typer.Option(min=1, max=MAX_COUNT, help="Maximum runs of each of the two worlds.", show_default="2000"),
     ] = None,
     backend: BackendName = "processes",
     jobs: _Jobs = None,
     seed: _Seed = 0,
     out: _Out = None,
 ) -> None:
-    """Measure with how many runs the audit finds every broken learner of the catalogue. Takes half an hour.
+    """Measure with how many runs the audit finds every mutant of the catalogue. Takes half an hour.
 
-    Writes power.md and power.json to the folder of --out, in place of earlier ones. Exits with 1 if a broken learner with enough
+    Writes power.md and power.json to the folder of --out, in place of earlier ones. Exits with 1 if a fault with enough
     evidence is missed.
     """
     from sottovoce_lab.power import measure_power
@@ -118,12 +118,10 @@ def power(
 def gallery(
     capture: Annotated[
         Path | None,
-        typer.Option(
-            "--captures", metavar="CAPTURE", help="Attack this capture, a folder, in place of simulated runs."
-        ),
+        typer.Option("--captures", metavar="CAPTURE", help="Attack this capture, a folder, instead of simulated runs."),
     ] = None,
     epsilons: Annotated[
-        str, typer.Option(metavar="E,E,...", help="Noise of the pictures: epsilon of a record over the whole run.")
+        str, typer.Option(metavar="E,E,...", help="Epsilons of a record over the whole run, for the pictures.")
     ] = "100000,10000,1000,100,1",
     runs: Annotated[
         int, typer.Option(min=10, max=MAX_COUNT, help="Simulated runs in which membership is guessed.")
@@ -133,16 +131,17 @@ def gallery(
 ) -> None:
     """Show what an eavesdropper can rebuild of the records, in pictures, with and without noise.
 
-    Writes gallery.json and gallery.html. Searching in a network's gradients needs the extra torch.
+    Writes gallery.json and gallery.html. The attack on a network's gradients needs the extra torch.
     """
     from sottovoce_client import terminal
     from sottovoce_core.data.catalogue import get_data_folders
-    from sottovoce_lab.gallery import write_capture_gallery
-    from sottovoce_lab.gallery import write_simulated_gallery as show
+    from sottovoce_lab.gallery import write_capture_gallery, write_simulated_gallery
 
     folder = make_results_folder("gallery", out, ["gallery.json", "gallery.html"])
     if capture is None:
-        code = show(folder, parse_privacy_levels(epsilons)[::-1], runs, seed)  # from little noise to much
+        code = write_simulated_gallery(
+            folder, parse_privacy_levels(epsilons)[::-1], runs, seed
+        )  # from little noise to much
     else:
         code = write_capture_gallery(
             capture, folder, seed, get_data_folders(), allow_imports=get_common_options().allow_imports

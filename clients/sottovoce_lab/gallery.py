@@ -1,4 +1,4 @@
-"""`sottovoce lab gallery`: what an eavesdropper can make of the wire, as pictures on a page, as tables and as JSON."""
+"""`sottovoce lab gallery`: records that an eavesdropper can rebuild, as pictures on a page, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ from sottovoce_lab.simulated_attacks import AttackResults, Gallery, MembershipIn
 # ---- exhibits --------------------------------------------------------------------------------------------------------
 
 MAX_PICTURES_PER_ROW = 8
-"""Pictures in a row."""
+"""Maximum number of pictures in a row."""
 _MIN_ERROR = 1e-9
-"""A mean squared error below it is rounding."""
+"""Mean squared error that counts as rounding."""
 _GET_TORCH = format_install_hint("torch")
 _TITLES = {
     "linear": "Read off a gradient",
     "network": "Searched for in a network’s gradient",
-    "gossip": "Overheard in gossip",
+    "gossip": "Read off gossip messages",
     "capture": "Rebuilt from a capture",
 }
-"""Of attacks."""
+"""Titles of the attacks."""
 
 
 class _Image(NamedTuple):
-    """A picture, its size in pixels of the page, and what it is of."""
+    """A picture as base64 data, its size in pixels of the page, and its caption."""
 
     data: str
     width: int
@@ -66,74 +66,76 @@ class _Image(NamedTuple):
     label: str
 
 
-def _gallery_page(shown: Gallery) -> Page:
-    """All attacks, and all guesses."""
-    first = [next(iter(made.values())) for made in shown.attacks.values() if made]
+def _build_gallery_page(gallery: Gallery) -> Page:
+    """Build the page of all attacks and all membership guesses."""
+    first = [next(iter(results.values())) for results in gallery.attacks.values() if results]
     values = {
-        "source": shown.source,
-        "attacked": [(name, list(_rows(made)), _faded_at(made)) for name, made in shown.attacks.items()],
+        "source": gallery.source,
+        "attacked": [
+            (name, list(_build_rows(each)), _find_faded_transcript(each)) for name, each in gallery.attacks.items()
+        ],
         "titles": _TITLES,
         "total": sum(len(each.pictures) for each in first),
         "right": round(sum(each.recognised_share * len(each.pictures) for each in first)),
         "get_torch": _GET_TORCH,
-        "runs": shown.memberships[0].guesses.runs if shown.memberships else 0,
+        "runs": gallery.memberships[0].guesses.runs if gallery.memberships else 0,
     }
-    return Page("gallery.html.j2", [_guesses(shown.memberships), _roc(shown.memberships)], values)
+    return Page("gallery.html.j2", [_build_guesses_table(gallery.memberships), _plot_roc(gallery.memberships)], values)
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _faded_at(attacked: AttackResults) -> tuple[str, Reconstruction] | None:
-    """The first transcript after the plain one whose pictures are gone."""
-    return next(((label, made) for label, made in list(attacked.items())[1:] if made.recognised_share < 0.05), None)
+def _find_faded_transcript(results: AttackResults) -> tuple[str, Reconstruction] | None:
+    """Return the first transcript with noise of which fewer than 5 % of the pictures are recognised."""
+    return next(((label, each) for label, each in list(results.items())[1:] if each.recognised_share < 0.05), None)
 
 
-def _rows(attacked: AttackResults) -> Iterator[tuple[str, list[_Image], Sequence[str], Reconstruction]]:
-    """The true records, and what was made of them in each transcript: a label, pictures, figures."""
-    for k, (label, made) in enumerate(attacked.items()):
+def _build_rows(results: AttackResults) -> Iterator[tuple[str, list[_Image], Sequence[str], Reconstruction]]:
+    """Yield the true records, and the rebuilt ones of each transcript: a label, pictures, figures."""
+    for k, (label, each) in enumerate(results.items()):
         if k == 0:
-            yield "the true records", _images(made.originals, "the true records"), ("",) * 4, made
-        error = format_number(made.mean_squared_error, 2) if made.mean_squared_error >= _MIN_ERROR else "< 1e−9"
+            yield "the true records", _build_images(each.originals, "the true records"), ("",) * 4, each
+        error = format_number(each.mean_squared_error, 2) if each.mean_squared_error >= _MIN_ERROR else "< 1e−9"
         figures = (
             error,
-            format_number(made.similarity, 2),
-            format_percent(made.recognised_share),
-            format_percent(made.identified_share),
+            format_number(each.similarity, 2),
+            format_percent(each.recognised_share),
+            format_percent(each.identified_share),
         )
-        yield label, _images(made.pictures, label), figures, made
+        yield label, _build_images(each.pictures, label), figures, each
 
 
-def _images(pictures: FloatArray, label: str) -> list[_Image]:
-    """Square where the number of features is a square, else one line."""
+def _build_images(pictures: FloatArray, label: str) -> list[_Image]:
+    """Build square pictures where the number of features is a square, else lines."""
     side = math.isqrt(pictures.shape[1])
     square = side * side == pictures.shape[1]
     shape, size = ((side, side), (56, 56)) if square else ((1, pictures.shape[1]), (72, 28))
     return [
-        _Image(base64.b64encode(_png(each.reshape(shape))).decode(), *size, label)
+        _Image(base64.b64encode(_encode_png(each.reshape(shape))).decode(), *size, label)
         for each in pictures[:MAX_PICTURES_PER_ROW]
     ]
 
 
-def _png(values: FloatArray) -> bytes:
-    """A grey PNG of values in [0, 1] (1 is black), or in [-1, 1] where some are negative; one pixel a value."""
+def _encode_png(values: FloatArray) -> bytes:
+    """Encode a grey PNG of values in [0, 1] (1 is black), or in [-1, 1] if some are negative; one pixel for each value."""
     ink = (values + 1.0) / 2.0 if (values < 0).any() else values
     grey = np.rint(255.0 * (1.0 - np.clip(ink, 0.0, 1.0))).astype(np.uint8)
     lines = b"".join(b"\0" + line.tobytes() for line in grey)
     header = struct.pack(">IIBBBBB", grey.shape[1], grey.shape[0], 8, 0, 0, 0, 0)
     parts = ((b"IHDR", header), (b"IDAT", zlib.compress(lines)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in parts)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_encode_chunk(kind, data) for kind, data in parts)
 
 
-def _chunk(kind: bytes, data: bytes) -> bytes:
+def _encode_chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 # ---- membership ------------------------------------------------------------------------------------------------------
 
 
-def _guesses(rows: Sequence[MembershipInference]) -> PageTable:
-    texts = ("algorithm, decisions", "records", "seen")
+def _build_guesses_table(rows: Sequence[MembershipInference]) -> PageTable:
+    texts = ("algorithm, decisions", "records", "view")
     columns = [PageColumn(head, kind="text") for head in texts]
     columns += [PageColumn(head) for head in ("right guesses", "95 % interval", "ε at least", "ε claimed", "allows")]
     cells = [
@@ -152,19 +154,19 @@ def _guesses(rows: Sequence[MembershipInference]) -> PageTable:
     return PageTable("guesses", "Was this record learned?", columns, cells)
 
 
-def _roc(rows: Sequence[MembershipInference]) -> Figure:
-    """Every row's ROC, and the regions that the claims leave."""
+def _plot_roc(rows: Sequence[MembershipInference]) -> Figure:
+    """Plot the ROC of every row, and the regions that the claims allow."""
     title = "Guesses of membership"
     marks = [make_reference_line([0, 1], [0, 1], "a coin", RULE, "solid")]
     claims = sorted({round(each.claim, 6) for each in rows if each.is_covered})
     for claim, dash in zip(claims, ("dot", "dash", "dashdot"), strict=False):
-        corner, most = 1.0 / (1.0 + math.exp(claim)), f"most that ε = {format_number(claim)} allows"
-        marks.append(make_reference_line([0, corner, 1], [0, 1 - corner, 1], most, FAINT, dash))
+        corner, name = 1.0 / (1.0 + math.exp(claim)), f"limit of ε = {format_number(claim)}"
+        marks.append(make_reference_line([0, corner, 1], [0, 1 - corner, 1], name, FAINT, dash))
     for each, colour in zip(rows, PALETTE, strict=False):
         kept = select_evenly(len(each.guesses.false_alarms))
         name = f"{each.algorithm}, ε = {format_number(each.claim)}: {each.record}, from {each.view}"
         marks.append(make_line(each.guesses.false_alarms[kept], each.guesses.detections[kept], name, colour))
-    axes = (Axis(what, low=0.0, high=1.005, value_format="share") for what in ("false alarms", "detections"))
+    axes = (Axis(title, low=0.0, high=1.005, value_format="share") for title in ("false alarms", "detections"))
     return Figure("roc", title, marks if rows else (), (PlotView("", *axes),), height=420)
 
 
@@ -172,11 +174,11 @@ def _roc(rows: Sequence[MembershipInference]) -> Figure:
 
 
 def write_simulated_gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int) -> int:
-    """Run every attack on simulated runs, print figures, write `gallery.json` and `gallery.html`; returns the exit code.
+    """Run every attack on simulated runs, print figures, write `gallery.json` and `gallery.html`; return the exit code.
 
     Args:
-        folder: where to.
-        epsilons, runs, seed: as of `simulate_gallery`.
+        folder: folder of the results.
+        epsilons, runs, seed: as in `simulate_gallery`.
 
     Raises:
         SpecError: scikit-learn, scipy or Jinja2 are not installed.
@@ -194,118 +196,121 @@ def write_capture_gallery(
     *,
     allow_imports: bool = False,
 ) -> int:
-    """The attack that fits a capture, on what was overheard on the wire; returns the exit code.
+    """Run the attack that fits a capture on its messages; return the exit code.
 
     Args:
-        capture: its folder.
-        folder: where to.
-        seed: of searches.
-        folders: where data sets that have a name are looked for: the originals.
+        capture: folder of the capture.
+        folder: folder of the results.
+        seed: seed of searches.
+        folders: folders in which named data sets are searched, for the original records.
         console: where to print (default: standard output).
         allow_imports: import code that the capture's spec names.
 
     Raises:
-        CaptureError: it cannot be read, or has no spec.
-        SpecError: no attack fits its algorithm, or what the attack needs is not installed.
-        DataError: the spec's data cannot be used.
+        CaptureError: The capture cannot be read, or has no spec.
+        SpecError: No attack fits its algorithm, or an optional dependency of the attack is not installed.
+        DataError: The spec's data cannot be used.
     """
-    console, below = console or terminal.create_console(), list(find_captures(open_folder(str(capture))))
-    if not below:
-        raise CaptureError(f"{capture} must be a capture, or a folder with one: there is no capture.json")
-    found = below[-1]
+    console, captures = console or terminal.create_console(), list(find_captures(open_folder(str(capture))))
+    if not captures:
+        raise CaptureError(f"{capture} must be a capture, or a folder with one, and has no capture.json")
+    found = captures[-1]
     if not found.metadata.get("spec"):
         raise CaptureError(f"the capture {capture} must have a run spec to be attacked, and has none")
     spec = parse_spec(found.metadata["spec"], source=str(capture), allow_imports=allow_imports)
     prepared = prepare(spec, folders=folders)
     run = prepared.run
     if isinstance(run.algorithm, DualAveraging):
-        raise SpecError("membership is guessed over many runs, a capture is one; see sottovoce audit")
-    heard = found.read_transcript(run.field_shapes, run.spec.n_learners, run.network)
+        raise SpecError(
+            "a gallery needs an attack on one run, and membership is guessed over many: use sottovoce audit"
+        )
+    transcript = found.read_transcript(run.field_shapes, run.spec.n_learners, run.network)
     epsilon = max(run.guarantee(i).epsilon() for i in range(run.spec.n_learners))
-    label = f"claimed ε = {format_number(epsilon)}" if math.isfinite(epsilon) else "nothing is promised"
+    label = f"claimed ε = {format_number(epsilon)}" if math.isfinite(epsilon) else "no claim"
     with console.status("attacking"):
-        made = reconstruct_records(run, prepared.data, heard, seed=seed)
-    where = found.folder.name.rpartition("/")[2]
-    source = f"{run.spec.algorithm.name}, {run.spec.data.source}, {heard.rounds:,} rounds overheard in {where}"
-    return _publish(Gallery({"capture": {label: made}}, source=source), folder, console)
+        result = reconstruct_records(run, prepared.data, transcript, seed=seed)
+    name = found.folder.name.rpartition("/")[2]
+    source = f"{run.spec.algorithm.name}, {run.spec.data.source}, {transcript.rounds:,} rounds captured in {name}"
+    return _publish(Gallery({"capture": {label: result}}, source=source), folder, console)
 
 
-# ---- showing ---------------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
-def _publish(shown: Gallery, folder: Path, console: Console) -> int:
-    opener = open_private if shown.source else None  # of a capture: they hold its learners' records
-    write_json(folder / "gallery.json", _document(shown), opener=opener)
-    _print(shown, console)
+def _publish(gallery: Gallery, folder: Path, console: Console) -> int:
+    opener = open_private if gallery.source else None  # results of a capture hold its learners' records
+    write_json(folder / "gallery.json", _build_document(gallery), opener=opener)
+    _print(gallery, console)
     page = folder / "gallery.html"
-    code = terminal.attempt(str(page), lambda: _gallery_page(shown).write(page, opener=opener))
+    code = terminal.attempt(str(page), lambda: _build_gallery_page(gallery).write(page, opener=opener))
     console.out(f"{folder}: gallery.json{'' if code else ', gallery.html'}", highlight=False)
     return code
 
 
-def _document(shown: Gallery) -> dict[str, Any]:
-    """`gallery.json`."""
+def _build_document(gallery: Gallery) -> dict[str, Any]:
+    """Build `gallery.json`."""
     return {
-        "source": shown.source or "simulated on scikit-learn's digits",
-        # By attack; empty: what it needs is not installed.
+        "source": gallery.source or "simulated on scikit-learn's digits",
+        # By attack; empty: an optional dependency is not installed.
         "attacks": {
-            name: [_document_of(label, each) for label, each in made.items()] for name, made in shown.attacks.items()
+            name: [_build_attack_document(label, each) for label, each in results.items()]
+            for name, results in gallery.attacks.items()
         },
         "membership": [
             {
-                "algorithm": each.algorithm,  # and where its decisions come from
+                "algorithm": each.algorithm,  # and the source of its decisions
                 "record": each.record,
-                "seen": each.view,  # by the guesser
+                "seen": each.view,  # what the guesses are based on
                 "claim": each.claim,  # epsilon of all learners together
-                "covered": each.is_covered,  # whether all that is seen is part of the claim
+                "is_covered_by_claim": each.is_covered,  # whether the claim is about all of the view
                 "runs": each.guesses.runs,
                 "correct": each.guesses.correct,
-                "interval": (each.guesses.low, each.guesses.high),  # 95 %, of the share of right guesses
-                "epsilon_at_least": each.guesses.bound,
+                "interval": (each.guesses.low, each.guesses.high),  # 95 % interval of the share of right guesses
+                "epsilon_lower_bound": each.guesses.bound,
             }
-            for each in shown.memberships
+            for each in gallery.memberships
         ],
     }
 
 
-def _document_of(protection: str, made: Reconstruction) -> dict[str, Any]:
-    """One transcript attacked."""
+def _build_attack_document(protection: str, result: Reconstruction) -> dict[str, Any]:
+    """Build the results of an attack on one transcript."""
     return {
         "protection": protection,
-        "records": len(made.pictures),  # rebuilt
-        "mean_squared_error": made.mean_squared_error,
-        "similarity": made.similarity,  # 1 if equal, about 0 if unrelated
-        "recognised": made.recognised_share,  # the share that is nearest its own record
-        "recognised_among": made.pool_size,  # so many records
-        "told_from_one_other": made.identified_share,  # the share; null: messages do not tell where a gradient was taken
-        "originals": np.round(made.originals[:MAX_PICTURES_PER_ROW], 4),  # the first true records, as pictures
-        "pictures": np.round(made.pictures[:MAX_PICTURES_PER_ROW], 4),  # what was made of them
+        "records": len(result.pictures),  # rebuilt
+        "mean_squared_error": result.mean_squared_error,
+        "similarity": result.similarity,  # 1 if equal, about 0 if unrelated
+        "recognised": result.recognised_share,  # share of pictures that are nearest to their own record
+        "recognised_among": result.pool_size,  # number of records
+        "pairwise_accuracy": result.identified_share,  # null: messages do not show where a gradient was taken
+        "originals": np.round(result.originals[:MAX_PICTURES_PER_ROW], 4),  # the first true records, as pictures
+        "pictures": np.round(result.pictures[:MAX_PICTURES_PER_ROW], 4),  # the rebuilt ones
     }
 
 
-def _print(shown: Gallery, console: Console) -> None:
+def _print(gallery: Gallery, console: Console) -> None:
     table = terminal.create_table("attack", "protection")
-    for head in ("similarity", "recognised", "told from\nanother"):
+    for head in ("similarity", "recognised", "pairwise\naccuracy"):
         table.add_column(head, justify="right")
-    for name, attacked in shown.attacks.items():
-        for k, (label, made) in enumerate(attacked.items()):
+    for name, results in gallery.attacks.items():
+        for k, (label, each) in enumerate(results.items()):
             figures = (
-                format_number(made.similarity, 2),
-                format_percent(made.recognised_share),
-                format_percent(made.identified_share),
+                format_number(each.similarity, 2),
+                format_percent(each.recognised_share),
+                format_percent(each.identified_share),
             )
-            table.add_row("" if k else _TITLES[name], label, *figures, end_section=k == len(attacked) - 1)
-        if not attacked:
+            table.add_row("" if k else _TITLES[name], label, *figures, end_section=k == len(results) - 1)
+        if not results:
             table.add_row(_TITLES[name], Text("needs PyTorch", style="yellow"), *[MISSING_VALUE] * 3, end_section=True)
     console.print(table)
-    if not all(shown.attacks.values()):
-        console.print(Text(f"The search needs PyTorch: {_GET_TORCH}"))
-    if shown.memberships:
-        console.print(_guesses_table(shown.memberships))
+    if not all(gallery.attacks.values()):
+        console.print(Text(f"The attack on a network needs PyTorch: {_GET_TORCH}"))
+    if gallery.memberships:
+        console.print(_create_guesses_table(gallery.memberships))
 
 
-def _guesses_table(rows: Sequence[MembershipInference]) -> Table:
-    table = terminal.create_table("was it learned?", "records", "seen")
+def _create_guesses_table(rows: Sequence[MembershipInference]) -> Table:
+    table = terminal.create_table("membership", "records", "view")
     for head in ("right guesses", "ε at\nleast", "ε\nclaimed"):
         table.add_column(head, justify="right")
     for each in rows:

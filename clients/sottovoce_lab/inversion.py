@@ -1,10 +1,10 @@
-"""Deep leakage from gradients (Zhu, Liu, Han 2019): search for the record whose gradient is the one overheard.
+"""Deep leakage from gradients (Zhu, Liu, Han 2019): search for a record with the captured gradient.
 
-Needs PyTorch. A dummy record and dummy label logits are moved by L-BFGS until the dummy's clipped gradient fits:
+Needs PyTorch. L-BFGS moves a dummy record and dummy label logits until the dummy's clipped gradient fits:
 
     minimise || clip(grad_theta loss(theta; record, softmax(logits))) - gradient ||^2
 
-It works for smooth activations, at parameters that are not yet trained, for one record a gradient.
+The attack works for smooth activations, at untrained parameters, for one record per gradient.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.losses.torch import TorchLoss
 from sottovoce_core.losses.torch_module import FlatModule
 
-_FITS = 1e-8
-"""A mismatch below it: the gradient is met."""
+_MAX_MISMATCH = 1e-8
+"""Maximum mismatch of a gradient that fits."""
 
 
 class SmoothNet(nn.Module):  # type: ignore[misc]
-    """A small network for 8x8 pictures with sigmoid activations: one convolution with stride 2, one layer; 690 parameters."""
+    """A small network for 8x8 pictures with sigmoid activations: a convolution with stride 2, a linear layer; 690 parameters."""
 
     def __init__(self, channels: int = 4, classes: int = 10) -> None:
         super().__init__()
@@ -35,19 +35,19 @@ class SmoothNet(nn.Module):  # type: ignore[misc]
         self.last = nn.Linear(channels * 16, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores `(records, classes)` of images `(records, 1, 8, 8)`."""
+        """Compute scores `(records, classes)` of images `(records, 1, 8, 8)`."""
         scores: Tensor = self.last(torch.sigmoid(self.convolution(images)).flatten(1))
         return scores
 
 
 @dataclass(frozen=True, slots=True)
-class _Inverted:
-    """What the search came to.
+class _SearchResult:
+    """Result of a search.
 
     Attributes:
         record: `(features,)`.
-        label: the class that the dummy label settled on.
-        mismatch: squared distance of the gradients, relative to the overheard one's square; 0: it fits.
+        label: class with the largest logit.
+        mismatch: squared distance of the gradients, relative to the square of the captured one; 0: it fits.
     """
 
     record: FloatArray
@@ -57,38 +57,38 @@ class _Inverted:
 
 def invert(
     loss: TorchLoss,
-    at: FloatArray,
+    parameters: FloatArray,
     gradient: FloatArray,
     seed: int,
     *,
     max_searches: int = 2,
     max_iterations: int = 100,
-) -> _Inverted:
-    """The record and label whose gradient fits best.
+) -> _SearchResult:
+    """Return the record and label whose gradient fits best.
 
     Args:
         loss: the network.
-        at: `(dim,)` parameters that the gradient was taken at.
-        gradient: `(dim,)` overheard.
-        seed: of the dummies that the search starts from.
-        starts: searches at most; one that fits is the last.
-        iterations: of L-BFGS in a search.
+        parameters: `(dim,)` parameters at which the gradient was taken.
+        gradient: `(dim,)` captured gradient.
+        seed: seed of the initial dummies.
+        max_searches: maximum number of searches; one that fits is the last.
+        max_iterations: maximum L-BFGS iterations of a search.
     """
-    theta, target = (torch.tensor(each, dtype=torch.float64) for each in (at, gradient))
-    mismatch = _mismatch(loss, theta, target)
-    generator, best = np.random.default_rng(seed), _Inverted(np.zeros(0), 0, np.inf)
-    with _one_thread():
+    theta, target = (torch.tensor(each, dtype=torch.float64) for each in (parameters, gradient))
+    mismatch = _build_mismatch(loss, theta, target)
+    generator, best = np.random.default_rng(seed), _SearchResult(np.zeros(0), 0, np.inf)
+    with _use_one_thread():
         for _ in range(max_searches):
             found = _search(loss, mismatch, generator, max_iterations)
             best = min(best, found, key=lambda each: each.mismatch)
-            if best.mismatch < _FITS:
+            if best.mismatch < _MAX_MISMATCH:
                 break
     return best
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Several threads take eight times as long: the tensors are so small that they wait for each other."""
+def _use_one_thread() -> Iterator[None]:
+    """Run PyTorch in one thread: with tensors this small, synchronisation makes several threads eight times slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -97,8 +97,8 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _mismatch(loss: TorchLoss, theta: Tensor, target: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """How badly the gradient of a dummy fits."""
+def _build_mismatch(loss: TorchLoss, theta: Tensor, target: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Build the mismatch of a dummy's gradient as a function of record and logits."""
     network, size = FlatModule(loss.loaded_module.module), target.square().sum()
 
     def dummy_loss(parameters: Tensor, record: Tensor, logits: Tensor) -> Tensor:
@@ -116,8 +116,8 @@ def _mismatch(loss: TorchLoss, theta: Tensor, target: Tensor) -> Callable[[Tenso
 
 def _search(
     loss: TorchLoss, mismatch: Callable[[Tensor, Tensor], Tensor], generator: np.random.Generator, iterations: int
-) -> _Inverted:
-    """One search from a random dummy."""
+) -> _SearchResult:
+    """Run one search from a random dummy."""
     record = torch.tensor(
         generator.random(int(np.prod(loss.loaded_module.shape))), dtype=torch.float64, requires_grad=True
     )
@@ -140,4 +140,4 @@ def _search(
     with torch.no_grad():
         value = float(mismatch(record, logits))
     found = record.detach().numpy()
-    return _Inverted(found.copy(), int(logits.argmax()), value if np.isfinite(found).all() else np.inf)
+    return _SearchResult(found.copy(), int(logits.argmax()), value if np.isfinite(found).all() else np.inf)

@@ -1,13 +1,13 @@
-"""The class `Mutant`: a learner that is correct but for one fault, which an audit must find; and what faults are made from.
+"""Mutants: learners that are correct but for one fault, which an audit must find.
 
-A mutant says how it breaks a run, on which small run it is tried (`BASE_RUNS`), which family of tests is expected to see it,
-and within how many runs of each world. All of them: `catalogue`. One of your own::
+A mutant defines its fault, the small run that it is tried on (`BASE_RUNS`), the family of tests that must find it, and the
+maximum number of runs of each world. The catalogue is in `catalogue`. A mutant of your own::
 
-    LOUD = Mutant("loud", "noise of 0.7 of its scale", noisy(times(0.7)), "conformance", 20)
+    LOW_NOISE = Mutant("low noise", "noise of 0.7 of its scale", mutate_noise(scale_noise(0.7)), "conformance", 20)
 
-The limit of a mutant is by information: how many runs carry enough evidence for the best of all tests. A fault whose numbers
-follow Q where P is claimed gives KL(Q || P) nats each, on average. A test at a level alpha that knew the fault beforehand would
-need about `ln(1/alpha)` nats (Stein), and no other test needs fewer.
+Information theory gives a lower limit: the number of runs with enough evidence for the best possible test. Values that follow Q
+where P is claimed give KL(Q || P) nats each, on average. A test at level alpha that knew the fault beforehand needs about
+`ln(1/alpha)` nats (Stein), and no other test needs fewer.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from sottovoce_core.spec import parse_spec
 
 # ---- mutants ---------------------------------------------------------------------------------------------------------
 
-Family = Literal["conformance", "likelihood", "black box", "notices", "ledger"]
-"""What sees a mutant: the three families of an audit, the rules of `noticing`, or the sum of what was heard."""
+Family = Literal["conformance", "likelihood", "black box", "detections", "ledger"]
+"""Check that finds a mutant: a family of the audit, the online checks of messages, or the privacy spent by messages."""
 
 Kind = Literal[
     "scale",
@@ -43,23 +43,22 @@ Kind = Literal[
     "across learners",
     "across runs",
     "centre",
-    "noise that follows data",
-    "beside the numbers",
+    "data-dependent noise",
+    "side channels",
 ]
-"""What is broken: the ten classes of the catalogue."""
+"""Class of the fault: the ten classes of the catalogue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What a learner really does; what is left out is as it should be.
+    """Real behaviour of a learner; a field that is not given means correct behaviour.
 
     Attributes:
-        noise: where its noise comes from.
-        actual: what runs.
-        understated: its claim is this part of what holds.
-        leak: what it gives away beside its numbers in some runs, `(runs, features)`.
-        noticed: what its messages show in one run whatever their numbers, where these do not show what is wrong: family to a
-            sentence.
+        noise: factory of the noise source.
+        actual_run: the run that is executed; None: the claimed run.
+        claim_factor: the claim, as a fraction of the correct epsilon.
+        compute_leak: side-channel features of some runs, `(runs, features)`.
+        detect: findings in the messages of one run, a sentence for each family; None: judge the values of the messages.
     """
 
     noise: NoiseFactory = SeededNoise
@@ -73,27 +72,27 @@ FaultFactory = Callable[[AuditPlan], Fault]
 WorldsFactory = Callable[[Run, PlacedData, int], Worlds]
 
 MinRunsEstimator = Callable[[Run, float], float]
-"""From a run and a level to the runs of each world that carry enough evidence; conformance looks at both worlds."""
+"""Estimate, from a run and a level, the runs of each world with enough evidence; conformance uses both worlds."""
 
 MAX_QUICK_RUNS, MAX_RUNS = 20, 2000
-"""Runs of each world in which conformance sees what is gross, and in which it must see whatever it can see."""
+"""Maximum runs of each world in which conformance must find a large fault, and any fault that it can find."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A broken learner.
+    """A learner with one fault.
 
     Attributes:
-        name: in a word or two.
-        what: is broken, in a few words.
-        breaks: how; it raises a `SpecError` that says why, where it does not fit a run.
-        family: expected to see it.
-        runs: of each world, within which it must be caught.
-        base: name of the run that it is tried on, unless one is given.
-        swap: chooses the two worlds from run, data and learner; None: the swap that shows most.
-        kind: its class in the catalogue.
-        limit: runs of each world that carry the evidence it takes; None: that is not known.
-        quick: whether every self-test tries it, or only one that measures power.
+        name: one or two words.
+        description: the fault, in a few words.
+        build_fault: builds the fault; raises a `SpecError` with the reason where it does not apply to a run.
+        family: family of tests that must find it.
+        max_runs: maximum runs of each world in which it must be found.
+        base: name of the run that it is tried on, unless a run is given.
+        build_worlds: builds the two worlds from run, data and learner; None: the worst-case worlds.
+        kind: class in the catalogue.
+        estimate_min_runs: runs of each world with enough evidence; None: not known.
+        quick: whether every self-test tries it, or only a measurement of power.
     """
 
     name: str
@@ -109,83 +108,83 @@ class Mutant:
 
 
 def make_mutant_factory(kind: Kind) -> Callable[..., Mutant]:
-    """Return a constructor of mutants of one class, which conformance must find unless more is given."""
+    """Return a constructor of mutants of one class, with conformance as the default family."""
 
-    def fault(
+    def make_mutant(
         name: str,
-        what: str,
-        breaks: FaultFactory,
+        description: str,
+        build_fault: FaultFactory,
         limit: MinRunsEstimator | None = None,
         *,
         quick: bool = False,
-        **more: Any,
+        **options: Any,
     ) -> Mutant:
-        usual: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "family": "conformance",
             "max_runs": MAX_QUICK_RUNS if quick else MAX_RUNS,
             "estimate_min_runs": limit,
         }
-        return Mutant(name, what, breaks, kind=kind, quick=quick, **{**usual, **more})
+        return Mutant(name, description, build_fault, kind=kind, quick=quick, **{**defaults, **options})
 
-    return fault
+    return make_mutant
 
 
 def make_noise_mutant_factory(kind: Kind) -> Callable[..., Mutant]:
-    """The same of mutants whose noise is changed, Laplace noise unless more is given."""
-    fault = make_mutant_factory(kind)
+    """Return a constructor of mutants of one class that change the noise, by default Laplace noise."""
+    make_mutant = make_mutant_factory(kind)
 
-    def of_noise(
+    def make_noise_mutant(
         name: str,
-        what: str,
-        change: NoiseMutation,
+        description: str,
+        mutation: NoiseMutation,
         limit: MinRunsEstimator | None = None,
         *,
         noise_kind: NoiseKind = "laplace",
-        **more: Any,
+        **options: Any,
     ) -> Mutant:
-        return fault(name, what, mutate_noise(change, noise_kind), limit, **more)
+        return make_mutant(name, description, mutate_noise(mutation, noise_kind), limit, **options)
 
-    return of_noise
+    return make_noise_mutant
 
 
 # ---- evidence --------------------------------------------------------------------------------------------------------
 
 TARGET_POWER = 0.9
-"""The probability with which something is to be found."""
+"""Required probability of finding a fault."""
 
 
 def estimate_from_numbers(nats: float, share: float = 1.0) -> MinRunsEstimator:
-    """So much evidence in every number that any learner says, on average; all of it in a share of them."""
-    return lambda run, alpha: _enough(alpha, nats, share, count_numbers(run))
+    """Estimate runs from the evidence per value: `nats` is the mean over all values, concentrated in the fraction `share`."""
+    return lambda run, alpha: _compute_min_runs(alpha, nats, share, count_numbers(run))
 
 
 def estimate_from_messages(nats: float, share: float = 1.0) -> MinRunsEstimator:
-    """So much in every message."""
-    return lambda run, alpha: _enough(alpha, nats, share, run.spec.rounds * run.spec.n_learners)
+    """Estimate runs from the mean evidence per message."""
+    return lambda run, alpha: _compute_min_runs(alpha, nats, share, run.spec.rounds * run.spec.n_learners)
 
 
 def estimate_from_runs(nats: float, share: float = 1.0) -> MinRunsEstimator:
-    """So much in every run."""
-    return lambda run, alpha: _enough(alpha, nats, share, 1)
+    """Estimate runs from the mean evidence per run."""
+    return lambda run, alpha: _compute_min_runs(alpha, nats, share, 1)
 
 
-def _enough(alpha: float, nats: float, share: float, count: int) -> float:
-    """Runs of each world; there are two. What is seldom must happen once at all."""
-    happens = math.log(1.0 / (1.0 - TARGET_POWER)) / share if share < 1.0 else 0.0
-    return max(math.log(1.0 / alpha) / nats, happens) / (2.0 * count)
+def _compute_min_runs(alpha: float, nats: float, share: float, count: int) -> float:
+    """Compute runs of each of the two worlds with enough evidence; a rare fault must also occur at least once."""
+    to_occur = math.log(1.0 / (1.0 - TARGET_POWER)) / share if share < 1.0 else 0.0
+    return max(math.log(1.0 / alpha) / nats, to_occur) / (2.0 * count)
 
 
-def compute_bernoulli_kl(broken: float, claimed: float) -> float:
-    """Nats of whether something happens: its probability, and the claimed one."""
-    return _term(broken, claimed) + _term(1.0 - broken, 1.0 - claimed)
+def compute_bernoulli_kl(actual: float, claimed: float) -> float:
+    """Compute the KL divergence in nats of an event with these actual and claimed probabilities."""
+    return _kl_term(actual, claimed) + _kl_term(1.0 - actual, 1.0 - claimed)
 
 
-def _term(broken: float, claimed: float) -> float:
-    return 0.0 if broken == 0.0 else broken * math.log(broken / claimed)
+def _kl_term(actual: float, claimed: float) -> float:
+    return 0.0 if actual == 0.0 else actual * math.log(actual / claimed)
 
 
 def compute_scale_kl(factor: float) -> float:
-    """Nats of a number whose scale is another one."""
+    """Compute the KL divergence in nats of a Laplace value whose scale is wrong by this factor."""
     return factor - 1.0 - math.log(factor)
 
 
@@ -194,146 +193,147 @@ def compute_scale_kl(factor: float) -> float:
 
 @dataclass(slots=True)
 class NoiseMutationState:
-    """What a broken source of noise has beside the correct noise.
+    """State of a mutated noise source.
 
     Attributes:
-        generator: of random numbers.
-        kept: from message to message.
+        generator: random number generator of the mutation.
+        memory: values kept from message to message.
     """
 
     generator: np.random.Generator
     memory: dict[Any, Any] = field(default_factory=dict)
 
-    def replace_previous(self, draw: NoiseRequest, now: Any) -> Any:
-        """What was kept of the same field in the round before; None: nothing, or of other runs. Keep `now` in its place."""
-        before, self.memory[draw.field] = self.memory.get(draw.field), now
+    def replace_previous(self, request: NoiseRequest, now: Any) -> Any:
+        """Store `now` and return the stored value of the same field of the previous round; None if absent or of other runs."""
+        before, self.memory[request.field] = self.memory.get(request.field), now
         return before if before is not None and before.shape == now.shape else None
 
 
 NoiseMutation = Callable[[FloatArray, NoiseRequest, NoiseMutationState], FloatArray]
-"""From correct noise to what is said in its place."""
+"""Function from correct noise to the noise that is used."""
 
 NoiseKind = Literal["laplace", "lattice", "any"]
-"""Noise that a change is one of: of the Laplace law, on a lattice, or any."""
+"""Noise that a mutation applies to: Laplace noise, noise on a lattice, or any noise."""
 
 
 def require_noise(plan: AuditPlan, noise_kind: NoiseKind) -> None:
-    """Refuse an algorithm that asks for other noise.
+    """Refuse an algorithm whose noise requests do not fit.
 
     Raises:
-        SpecError: it does, or it asks for none.
+        SpecError: The algorithm requests noise of another kind, or none.
     """
-    laws = set[Distribution]()
+    distributions = set[Distribution]()
 
-    def note(draw: NoiseRequest) -> FloatArray:
-        laws.add(draw.distribution)
-        return no_noise(draw)
+    def record_request(request: NoiseRequest) -> FloatArray:
+        distributions.add(request.distribution)
+        return no_noise(request)
 
-    for _ in simulate_rounds(plan.run, plan.data, note):
+    for _ in simulate_rounds(plan.run, plan.data, record_request):
         pass
-    if not laws:
-        raise SpecError(f"{plan.run.algorithm.name} draws no noise")
-    if noise_kind == "laplace" and laws != {"laplace"}:
-        raise SpecError("its noise is no Laplace noise")
-    if noise_kind == "lattice" and "spherical" in laws:
-        raise SpecError("its noise is on no lattice in the first place")
+    if not distributions:
+        raise SpecError(f"the algorithm must request noise, and {plan.run.algorithm.name} requests none")
+    if noise_kind == "laplace" and distributions != {"laplace"}:
+        raise SpecError(f"the noise must be Laplace noise, got {', '.join(sorted(distributions))}")
+    if noise_kind == "lattice" and "spherical" in distributions:
+        raise SpecError("the noise must be on a lattice, got spherical noise")
 
 
 def mutate_noise(mutation: NoiseMutation, noise_kind: NoiseKind = "any") -> FaultFactory:
-    """Other noise, of a learner whose noise is of this kind."""
+    """Build a fault that changes noise of this kind."""
 
-    def source(seed: np.random.SeedSequence) -> NoiseSource:
+    def make_source(seed: np.random.SeedSequence) -> NoiseSource:
         correct, other = spawn_seeds(seed, 2)
-        noise, own = SeededNoise(correct), NoiseMutationState(np.random.default_rng(other))
-        return lambda draw: mutation(noise(draw), draw, own)
+        noise, state = SeededNoise(correct), NoiseMutationState(np.random.default_rng(other))
+        return lambda request: mutation(noise(request), request, state)
 
-    def breaks(plan: AuditPlan) -> Fault:
+    def build_fault(plan: AuditPlan) -> Fault:
         require_noise(plan, noise_kind)
-        return Fault(noise=source)
+        return Fault(noise=make_source)
 
-    return breaks
+    return build_fault
 
 
 def apply_in_scale_units(change: Callable[[FloatArray, NoiseMutationState], FloatArray]) -> NoiseMutation:
-    """A change of noise in units of its scale; what comes of it is on the lattice again."""
-    return lambda noise, draw, source: draw.round_to_lattice(change(noise / draw.scale, source) * draw.scale)
+    """Apply a change to noise in units of its scale, and round the result to the lattice."""
+    return lambda noise, request, state: request.round_to_lattice(change(noise / request.scale, state) * request.scale)
 
 
-def scale_on_lattice(noise: FloatArray, factor: float | FloatArray, draw: NoiseRequest) -> FloatArray:
-    """Noise times a factor, on the lattice.
+def scale_on_lattice(noise: FloatArray, factor: float | FloatArray, request: NoiseRequest) -> FloatArray:
+    """Multiply noise by a factor, on the lattice.
 
-    Half of an odd number is always rounded to an even one, so a factor of few digits would show in low bits: it gets some more.
+    Half of an odd integer is always rounded to an even one, so a factor of few digits would show in the low bits. More digits are
+    added to the factor.
     """
     factors = np.where(np.asarray(factor) == 1.0, 1.0, np.asarray(factor) * (1.0 - 1e-9))
-    return draw.round_to_lattice(factors * noise)
+    return request.round_to_lattice(factors * noise)
 
 
 def scale_noise(factor: float) -> NoiseMutation:
-    """Noise of another scale."""
-    return lambda noise, draw, source: scale_on_lattice(noise, factor, draw)
+    """Multiply all noise by a factor."""
+    return lambda noise, request, state: scale_on_lattice(noise, factor, request)
 
 
 def apply_randomly(change: NoiseMutation, share: float, *, per_message: bool = False) -> NoiseMutation:
-    """A change of some numbers only, or of some messages, at random."""
+    """Apply a mutation to a random fraction of the values, or of the messages."""
 
-    def partly(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState) -> FloatArray:
+    def mutate_part(noise: FloatArray, request: NoiseRequest, state: NoiseMutationState) -> FloatArray:
         shape = (*noise.shape[:-1], 1) if per_message else noise.shape
-        return np.where(source.generator.random(shape) < share, change(noise, draw, source), noise)
+        return np.where(state.generator.random(shape) < share, change(noise, request, state), noise)
 
-    return partly
+    return mutate_part
 
 
 # ---- algorithms and losses -------------------------------------------------------------------------------------------
 
 
 def mutate_algorithm(change: Callable[[Any], Any]) -> FaultFactory:
-    """Another algorithm."""
+    """Build a fault that runs a changed algorithm."""
     return lambda plan: Fault(actual_run=replace(plan.run, algorithm=change(plan.run.algorithm)))
 
 
 class MethodOverride:
-    """An algorithm, a loss, or what is heard, but for some methods.
+    """A wrapper of an algorithm, a loss or received messages that replaces some methods.
 
     Args:
-        correct: as it should be.
-        methods: by name, in place of its own.
+        original: the wrapped object.
+        methods: replacements, by name.
     """
 
-    def __init__(self, correct: Any, **methods: Callable[..., Any]) -> None:
-        self.original = correct
+    def __init__(self, original: Any, **methods: Callable[..., Any]) -> None:
+        self.original = original
         self.__dict__.update(methods)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "correct"), name)
+        return getattr(object.__getattribute__(self, "original"), name)
 
 
 def restrict_fault(build_fault: FaultFactory, is_applicable: Callable[[AuditPlan], bool], reason: str) -> FaultFactory:
-    """A break that refuses the runs that it does not fit, and says why."""
+    """Make a fault refuse the runs that it does not apply to, with this reason."""
 
-    def checked(plan: AuditPlan) -> Fault:
+    def build_if_applicable(plan: AuditPlan) -> Fault:
         if not is_applicable(plan):
             raise SpecError(reason)
         return build_fault(plan)
 
-    return checked
+    return build_if_applicable
 
 
 # ---- worlds ----------------------------------------------------------------------------------------------------------
 
 
 def build_spike_worlds(times: float, other: float) -> WorldsFactory:
-    """The first record with all weight in one feature, so many times the loss's bound, against another multiple."""
+    """Build worlds whose first record has all weight in one feature: two multiples of the loss's feature bound."""
 
-    def swap(run: Run, data: PlacedData, learner: int) -> Worlds:
+    def build_worlds(run: Run, data: PlacedData, learner: int) -> Worlds:
         own = data.learners[learner]
         bound = run.loss.feature_bound if np.isfinite(run.loss.feature_bound) else 1.0
         spike, label = bound * np.eye(data.n_features)[0], float(own.labels.max())
-        what = f"a first record of {times:g} times the bound, against one of {other:g} times"
+        description = f"a first record of {times:g} times the bound, against one of {other:g} times"
         shared = run.algorithm.accountant(learner).has_shared_records
         first, second = (own.with_use(0, factor * spike, label) for factor in (times, other))
-        return Worlds(learner, first, second, what, shared)
+        return Worlds(learner, first, second, description, shared)
 
-    return swap
+    return build_worlds
 
 
 # ---- bases -----------------------------------------------------------------------------------------------------------
@@ -341,14 +341,14 @@ def build_spike_worlds(times: float, other: float) -> WorldsFactory:
 
 @dataclass(frozen=True, slots=True)
 class BaseRun:
-    """A small run with made-up records.
+    """A small run with synthetic records.
 
     Attributes:
-        algorithm: that section of its spec.
-        sections: other sections, over those of `_COMMON`.
-        n_features: of a record.
-        batch: records of a round.
-        epsilon: about what the first learner's claim is to be, by noise of another size; None: what comes of the spec.
+        algorithm: the `algorithm` section of its spec.
+        sections: other sections, which replace those of `_COMMON`.
+        n_features: number of features of a record.
+        batch_size: records of a round.
+        epsilon: approximate claim of the first learner, reached by scaling the noise; None: the claim of the spec.
     """
 
     algorithm: Mapping[str, Any]
@@ -358,18 +358,18 @@ class BaseRun:
     epsilon: float | None = None
 
     def with_rounds(self, rounds: int) -> BaseRun:
-        """The same for more rounds, or for fewer."""
+        """Return a copy with another number of rounds."""
         return replace(self, sections={**self.sections, "rounds": rounds})
 
     def build(self) -> tuple[Run, PlacedData]:
-        """The run and its data."""
+        """Build the run and its data."""
         spec = parse_spec({**_COMMON, "algorithm": dict(self.algorithm), **self.sections}, allow_imports=True)
         run = build_run(spec, self.n_features)
         if self.epsilon is not None:
             factor = run.guarantee(0).epsilon() / self.epsilon
-            louder = spec.algorithm.scale_noise((factor,) * spec.n_learners)
-            run = build_run(spec.model_copy(update={"algorithm": louder}), self.n_features)
-        return run, _made_up(run, self.n_features, self.batch_size)
+            rescaled = spec.algorithm.scale_noise((factor,) * spec.n_learners)
+            run = build_run(spec.model_copy(update={"algorithm": rescaled}), self.n_features)
+        return run, _generate_data(run, self.n_features, self.batch_size)
 
 
 _COMMON: dict[str, Any] = {
@@ -380,13 +380,13 @@ _COMMON: dict[str, Any] = {
     "topology": {"graph": "ring", "weights": "metropolis"},
     "durability": "process",
 }
-_PUSHED = {"sequence": {"kind": "random", "probability": 0.5, "seed": 1, "directed": True}, "weights": "out_degree"}
+_DIRECTED = {"sequence": {"kind": "random", "probability": 0.5, "seed": 1, "directed": True}, "weights": "out_degree"}
 _CYCLE = {"graph": {"kind": "edges", "edges": [[0, 1], [1, 2], [2, 0]], "directed": True}, "weights": "in_degree"}
 _HINGE = {"loss": {"kind": "hinge", "ridge": 0.02}}
 
 
 def _private(name: str, sections: Mapping[str, Any] = {}, **parameters: Any) -> BaseRun:
-    """At so small an epsilon that few runs would be enough for a false alarm."""
+    """Build a base run with an epsilon so small that few runs are enough for a false alarm."""
     return BaseRun({"name": name, **parameters}, sections, epsilon=0.3)
 
 
@@ -399,8 +399,8 @@ ALGORITHM_RUNS: dict[str, BaseRun] = {
     "pd-ogd": _private("pd-ogd", _HINGE),
     "dpsr": _private("dpsr", {"topology": _CYCLE}),
     "dpsda-c": _private("dpsda-c"),
-    "dpsda-ps": _private("dpsda-ps", {"topology": _PUSHED}),
-    "dpps": _private("dpps", {"topology": _PUSHED}),
+    "dpsda-ps": _private("dpsda-ps", {"topology": _DIRECTED}),
+    "dpps": _private("dpps", {"topology": _DIRECTED}),
     "dpcda": _private("dpcda", {**_HINGE, "learners": 1}),
     "pd-ftgl": _private("pd-ftgl", _HINGE, epsilon=3.0, block_length=1),
     "pd-ocg": _private("pd-ocg", _HINGE, epsilon=3.0, block_length=1),
@@ -410,7 +410,7 @@ ALGORITHM_RUNS: dict[str, BaseRun] = {
     "d-ogd": BaseRun({"name": "d-ogd"}),
     "d-ftgl": BaseRun({"name": "d-ftgl"}),
 }
-"""A run of every algorithm, for false alarms. The last three promise nothing, so nothing can be refuted."""
+"""Base run of every algorithm, for false alarms. The last three have no finite claim, so no audit can refute them."""
 
 _LONG = {"rounds": 16}
 BASE_RUNS: dict[str, BaseRun] = {
@@ -425,16 +425,16 @@ BASE_RUNS: dict[str, BaseRun] = {
     "dvp": BaseRun({"name": "dvp", "alpha": 1.0}, {"rounds": 3}),
     "pvp": BaseRun({"name": "pvp", "alpha": 1.0}),
 }
-"""The runs that mutants are tried on."""
+"""Base runs of the mutants."""
 
 
-def _made_up(run: Run, n_features: int, batch: int) -> PlacedData:
-    """Normal features, fair labels; shared where the algorithm asks for it."""
+def _generate_data(run: Run, n_features: int, batch_size: int) -> PlacedData:
+    """Generate normal features and fair labels; all learners share the records where the algorithm requires it."""
     generator, rounds, n = np.random.default_rng(0), run.spec.rounds, run.spec.n_learners
-    offsets = (np.arange(rounds + 1) * batch).astype(np.int64)
-    features = generator.normal(size=(n, rounds * batch, n_features))
-    labels = (generator.random((n, rounds * batch)) < 0.5).astype(np.float64)
-    order = np.arange(rounds * batch)
+    offsets = (np.arange(rounds + 1) * batch_size).astype(np.int64)
+    features = generator.normal(size=(n, rounds * batch_size, n_features))
+    labels = (generator.random((n, rounds * batch_size)) < 0.5).astype(np.float64)
+    order = np.arange(rounds * batch_size)
     learners = [LearnerData(features[i], labels[i], order, offsets) for i in range(n)]
     if run.algorithm.accountant(0).has_shared_records:
         learners = learners[:1] * n

@@ -1,4 +1,4 @@
-"""`sottovoce lab power`: with how many runs every break of the catalogue is found, as a table and as a page."""
+"""`sottovoce lab power`: the number of runs with which every mutant of the catalogue is found, as a table and as a page."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ from sottovoce_lab.service_power import (
     measure_service_power,
 )
 
-_HEADS = "broken learner", "what is wrong", "found by", "runs", "limit", "rounds"
-_SERVICES = "broken service", *_HEADS[1:4], "audits"
+_MUTANT_HEADS = "mutant", "fault", "found by", "runs", "limit", "rounds"
+_SERVICE_HEADS = "service", *_MUTANT_HEADS[1:4], "audits"
 
 _NEVER = "never"
-"""A correct service is found with no number of runs."""
+"""Number of runs with which a correct service is found."""
 
-_AUDITED: dict[ServiceKind, tuple[Sequence[int], int, str]] = {
+_SERVICE_AUDITS: dict[ServiceKind, tuple[Sequence[int], int, str]] = {
     "on real services": (
         SERVICE_RUN_COUNTS,
         SERVICE_AUDIT_COUNT,
-        "Coordinator, two learners and a relay, over gRPC, audited as `--on network` does. What is wrong with noise or centre\n"
-        "is the same there as in the simulator: some breaks of noise stand here to show that, the others exist here alone.",
+        "Coordinator, two learners and a relay, over gRPC, audited as `--on network` does. Faults of noise or centre behave as\n"
+        "in the simulator: some of them are measured here to show that, the others exist here alone.",
     ),
     "by wiretap": (
         SERVICE_RUN_COUNTS,
         SERVICE_AUDIT_COUNT,
-        "The same services, whose channels are encrypted, audited by sizes, times and connections alone, as `--on wiretap` does.",
+        "The same services with encrypted channels, audited by sizes, times and connections alone, as `--on wiretap` does.",
     ),
     "foreign services": (
         FOREIGN_RUN_COUNTS,
         FOREIGN_AUDIT_COUNT,
-        "A small gRPC server behind relays, which answers with a gradient and a loss, at parameters that are others in every\n"
-        "call; audited with a decoder, at a claim of epsilon 1, as `sottovoce eavesdropper audit` does. A run is one call.",
+        "A small gRPC server behind relays, which answers with a gradient and a loss, at other parameters in every call;\n"
+        "audited with a decoder, at a claim of epsilon 1, as `sottovoce eavesdropper audit` does. A run is one call.",
     ),
 }
-"""Runs of each world that are tried, audits with each number of runs, and what it is that is audited."""
+"""Numbers of runs of each world, audits with each number, and a description, by kind of service."""
 
 
 def measure_power(
@@ -77,144 +77,155 @@ def measure_power(
     out: Path | None = None,
     console: Console | None = None,
 ) -> int:
-    """Measure, and print what came of it.
+    """Measure power, and print the results.
 
     Args:
-        mutants: more than the catalogue has, each `module:NAME`.
-        runs: of each world, at most.
-        audits: with each number of runs.
-        backend: what works on it, as of `open_mapper`.
-        jobs: at a time (default: one for each core).
-        seed: of the first audit.
-        out: folder for `power.md` and `power.json`; None: none are written.
+        mutants: mutants in addition to the catalogue, each `module:NAME`.
+        runs: maximum runs of each world.
+        audits: audits with each number of runs.
+        backend: parallel backend, as in `open_mapper`.
+        jobs: maximum parallel tasks (default: one for each core).
+        seed: seed of the first audit.
+        out: folder for `power.md` and `power.json`; None: they are not written.
         console: where to print (default: standard output).
 
     Returns:
-        The exit code: 1 if something was missed that gave enough evidence, else 0.
+        The exit code: 1 if a fault with enough evidence was missed, else 0.
 
     Raises:
-        SpecError: a mutant cannot be imported, or does not fit its run, or an extra is not installed.
+        SpecError: A mutant cannot be imported, or does not apply to its run, or an optional dependency is not installed.
     """
-    console, most = console or terminal.create_console(), runs or POWER_RUN_COUNTS[-1]
+    console, max_runs = console or terminal.create_console(), runs or POWER_RUN_COUNTS[-1]
     chosen = [*CATALOGUE, *map(load_mutant, mutants)]
-    work: list[Callable[[], PowerMeasurement]] = [
-        partial(measure_mutant_power, mutant, audits=audits, seed=seed, max_runs=most) for mutant in chosen
+    tasks: list[Callable[[], PowerMeasurement]] = [
+        partial(measure_mutant_power, mutant, audits=audits, seed=seed, max_runs=max_runs) for mutant in chosen
     ]
-    results = run_in_parallel([*work, *_serving(most, seed)], backend, jobs)
-    found, services = results[: len(work)], results[len(work) :]
-    console.print(_table(_HEADS, found))
+    results = run_in_parallel([*tasks, *_list_service_tasks(max_runs, seed)], backend, jobs)
+    found, services = results[: len(tasks)], results[len(tasks) :]
+    console.print(_build_table(_MUTANT_HEADS, found))
     if services:
-        console.print(_table(_SERVICES, services))
+        console.print(_build_table(_SERVICE_HEADS, services))
     missed = [each.name if each.base else f"{each.name} ({each.kind})" for each in results if each.is_missed]
-    console.print(_summary(found, services, missed))
-    told = {"seed": seed, "runs": most, "confidence": CONFIDENCE, "found": found, "services": services}
-    terminal.print_json_if_requested(lambda: {"folder": out, **told})
+    console.print(_summarise(found, services, missed))
+    document = {"seed": seed, "runs": max_runs, "confidence": CONFIDENCE, "found": found, "services": services}
+    terminal.print_json_if_requested(lambda: {"folder": out, **document})
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_text(out / "power.md", _page(found, services, most, seed))
-        write_json(out / "power.json", told)
+        write_text(out / "power.md", _build_page(found, services, max_runs, seed))
+        write_json(out / "power.json", document)
         console.out(f"{out}: power.md, power.json", highlight=False)
     return int(bool(missed))
 
 
-def _serving(most: int, seed: int) -> Iterator[Callable[[], PowerMeasurement]]:
-    """The work on services, with as many runs as there may be."""
-    wired, called = ([rung for rung in rungs if rung <= most] for rungs in (SERVICE_RUN_COUNTS, FOREIGN_RUN_COUNTS))
-    if wired:
+def _list_service_tasks(max_runs: int, seed: int) -> Iterator[Callable[[], PowerMeasurement]]:
+    """Yield the measurements of services, with all numbers of runs up to the maximum."""
+    network, foreign = (
+        [count for count in counts if count <= max_runs] for counts in (SERVICE_RUN_COUNTS, FOREIGN_RUN_COUNTS)
+    )
+    if network:
         yield from (
-            partial(measure_service_power, broken, "relay", run_counts=wired, seed=seed) for broken in NETWORK_MUTANTS
+            partial(measure_service_power, mutant, "relay", run_counts=network, seed=seed) for mutant in NETWORK_MUTANTS
         )
         yield from (
-            partial(measure_service_power, broken, "wiretap", run_counts=wired, seed=seed) for broken in WIRETAP_MUTANTS
+            partial(measure_service_power, mutant, "wiretap", run_counts=network, seed=seed)
+            for mutant in WIRETAP_MUTANTS
         )
-    if called:
+    if foreign:
         yield from (
-            partial(measure_foreign_power, broken, run_counts=called, seed=seed) for broken in FOREIGN_SERVICE_MUTANTS
+            partial(measure_foreign_power, mutant, run_counts=foreign, seed=seed) for mutant in FOREIGN_SERVICE_MUTANTS
         )
 
 
-def _row(each: PowerMeasurement) -> tuple[str, ...]:
-    """In the order of `_HEADS`, or of `_SERVICES`."""
+def _format_row(each: PowerMeasurement) -> tuple[str, ...]:
+    """Format cells in the order of `_MUTANT_HEADS`, or of `_SERVICE_HEADS`."""
     needed = (
-        format_count(each.needed)
-        if each.needed is not None
+        format_count(each.runs_needed)
+        if each.runs_needed is not None
         else _NEVER
         if each.correct
-        else f"> {format_count(each.most)}"
+        else f"> {format_count(each.max_runs)}"
     )
-    cells = each.name, each.what, each.found_by or MISSING_VALUE, needed
+    cells = each.name, each.description, each.found_by or MISSING_VALUE, needed
     if not each.base:
-        return *cells, f"{each.found} of {each.audits}" if each.correct or each.needed is not None else MISSING_VALUE
-    limit = MISSING_VALUE if each.limit is None else "< 1" if each.limit < 1.0 else format_count(math.ceil(each.limit))
+        counted = each.correct or each.runs_needed is not None
+        return *cells, f"{each.audits_found} of {each.audits}" if counted else MISSING_VALUE
+    limit = MISSING_VALUE
+    if each.min_runs is not None:
+        limit = "< 1" if each.min_runs < 1.0 else format_count(math.ceil(each.min_runs))
     rounds = (
         MISSING_VALUE
-        if not each.watched
+        if not each.watched_runs
         else f"> {MAX_WATCHED_ROUNDS}"
-        if each.rounds is None
-        else format_count(each.rounds)
+        if each.rounds_to_alarm is None
+        else format_count(each.rounds_to_alarm)
     )
     return *cells, limit, rounds
 
 
-def _table(heads: Sequence[str], found: Sequence[PowerMeasurement]) -> Table:
-    shown = terminal.create_table("class", *heads[:3])
+def _build_table(heads: Sequence[str], found: Sequence[PowerMeasurement]) -> Table:
+    table = terminal.create_table("class", *heads[:3])
     for head in heads[3:]:
-        shown.add_column(head, justify="right")
+        table.add_column(head, justify="right")
     for each in found:
-        style = "bold red" if each.is_missed else "green" if each.correct or each.needed is not None else "yellow"
-        name, *rest = _row(each)
-        shown.add_row(Text(each.kind or MISSING_VALUE, "dim"), Text(name, style), *map(Text, rest))
-    return shown
+        style = "bold red" if each.is_missed else "green" if each.correct or each.runs_needed is not None else "yellow"
+        name, *rest = _format_row(each)
+        table.add_row(Text(each.kind or MISSING_VALUE, "dim"), Text(name, style), *map(Text, rest))
+    return table
 
 
-def _summary(found: Sequence[PowerMeasurement], services: Sequence[PowerMeasurement], missed: Sequence[str]) -> Text:
-    text = f"{sum(each.needed is not None for each in found)} of {len(found)} broken learners found"
-    broken, correct = ([each for each in services if each.correct is right] for right in (False, True))
+def _summarise(found: Sequence[PowerMeasurement], services: Sequence[PowerMeasurement], missed: Sequence[str]) -> Text:
+    text = f"{sum(each.runs_needed is not None for each in found)} of {len(found)} mutants found"
+    faulty, correct = ([each for each in services if each.correct is value] for value in (False, True))
     if services:
-        text += f", {sum(each.needed is not None for each in broken)} of {len(broken)} broken services"
-        accused, held = sum(each.found for each in correct), sum(each.audits for each in correct)
-        text += f"; {accused} of {held} audits accuse correct ones"
+        text += f", {sum(each.runs_needed is not None for each in faulty)} of {len(faulty)} faulty services"
+        refuted, audits = sum(each.audits_found for each in correct), sum(each.audits for each in correct)
+        text += f"; {refuted} of {audits} audits refute correct ones"
     if not missed:
         return Text(f"{text}; the others give too little evidence.", "bold green")
     return Text(f"{text}; missed: {', '.join(missed)}.", "bold red")
 
 
-def _page(found: Sequence[PowerMeasurement], services: Sequence[PowerMeasurement], most: int, seed: int) -> str:
-    """All classes as Markdown, a table each."""
-    tried = ", ".join(format_count(rung) for rung in POWER_RUN_COUNTS if rung <= most)
+def _build_page(
+    found: Sequence[PowerMeasurement], services: Sequence[PowerMeasurement], max_runs: int, seed: int
+) -> str:
+    """Build the page: a Markdown table for every class."""
+    tried = ", ".join(format_count(count) for count in POWER_RUN_COUNTS if count <= max_runs)
     audits = found[0].audits
-    least = "" if most == POWER_RUN_COUNTS[-1] else f" --runs {most}"
+    options = "" if max_runs == POWER_RUN_COUNTS[-1] else f" --runs {max_runs}"
     lines = [
-        "# How many runs find what",
+        "# Number of runs that find each fault",
         "",
-        f"Made by `sottovoce lab power{least} --seed {seed} --out docs`; do not edit.",
-        "[What this is](selftest.md#the-catalogue).",
+        f"Made by `sottovoce lab power{options} --seed {seed} --out docs`; do not edit.",
+        "[Explanation](selftest.md#the-catalogue).",
         "",
-        f"*runs*: of {tried} runs of each world, the fewest with which at least {100 * TARGET_POWER:g} % of {audits} audits",
-        f"find it at a confidence of {100 * CONFIDENCE:g} %. *found by*: the part of the audit that found it most often, there.",
-        f"*limit*: runs of each world that carry the evidence that it takes, ln {1.0 / (1.0 - CONFIDENCE):.0f} nats;",
-        f"{MISSING_VALUE} where that is not known. *rounds*: within which as many of {audits} runs under watch raise an alarm;",
-        f"{MISSING_VALUE} where one run, or its numbers, show nothing.",
+        f"*runs*: the fewest of {tried} runs of each world with which at least {100 * TARGET_POWER:g} % of {audits} audits",
+        f"find it at a confidence of {100 * CONFIDENCE:g} %. *found by*: the part of the audit that found it most often.",
+        f"*limit*: runs of each world with enough evidence, ln {1.0 / (1.0 - CONFIDENCE):.0f} nats;",
+        f"{MISSING_VALUE} if not known. *rounds*: the rounds within which as many of {audits} runs under watch raise an alarm;",
+        f"{MISSING_VALUE} if a single run, or its values, cannot show the fault.",
     ]
-    for named, some in groupby(found, key=lambda each: each.kind or "of one's own"):
-        lines += ["", f"## {named.capitalize()}", "", *_lines(_HEADS, some)]
-    for kind, own in groupby(services, key=lambda each: each.kind):
-        rungs, audits, told = _AUDITED[kind]
-        tried, share = ", ".join(format_count(rung) for rung in rungs if rung <= most), f"{100 * TARGET_POWER:g} %"
+    for kind, group in groupby(found, key=lambda each: each.kind or "additional mutants"):
+        lines += ["", f"## {kind.capitalize()}", "", *_build_lines(_MUTANT_HEADS, group)]
+    for service_kind, group in groupby(services, key=lambda each: each.kind):
+        counts, audits, description = _SERVICE_AUDITS[service_kind]
+        tried, share = (
+            ", ".join(format_count(count) for count in counts if count <= max_runs),
+            f"{100 * TARGET_POWER:g} %",
+        )
         lines += [
             "",
-            f"## {kind.capitalize()}",
+            f"## {service_kind.capitalize()}",
             "",
-            told,
-            f"*runs*: of {tried} runs of each world, the fewest with which at least {share} of {audits} audits find it.",
-            "*audits*: how many do, there; of a correct service, how many of all audits accuse it.",
+            description,
+            f"*runs*: the fewest of {tried} runs of each world with which at least {share} of {audits} audits find it.",
+            "*audits*: how many of these audits find it; of a correct service, how many of all audits refute it.",
             "",
-            *_lines(_SERVICES, own),
+            *_build_lines(_SERVICE_HEADS, group),
         ]
     return "\n".join(lines) + "\n"
 
 
-def _lines(heads: Sequence[str], found: Iterable[PowerMeasurement]) -> list[str]:
-    """A table as Markdown."""
-    head, *rows = [f"| {' | '.join(cells)} |" for cells in (heads, *map(_row, found))]
+def _build_lines(heads: Sequence[str], found: Iterable[PowerMeasurement]) -> list[str]:
+    """Build a Markdown table."""
+    head, *rows = [f"| {' | '.join(cells)} |" for cells in (heads, *map(_format_row, found))]
     return [head, f"|{'---|' * 3}{'---:|' * (len(heads) - 3)}", *rows]

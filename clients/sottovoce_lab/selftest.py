@@ -1,4 +1,4 @@
-"""`sottovoce lab self-test`: broken learners, caught or not, and false alarms on correct ones."""
+"""`sottovoce lab self-test`: the mutants that the auditor finds, and its false alarms on correct learners."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from sottovoce_lab.auditor_evaluation import (
 from sottovoce_lab.catalogue import QUICK_MUTANTS
 from sottovoce_lab.mutants import ALGORITHM_RUNS, Mutant
 
-_LOT = 5
-"""Audits of correct learners in one piece of work."""
+_SEEDS_PER_TASK = 5
+"""Audits of a correct learner in one task."""
 
 _Result = TypeVar("_Result")
 _Task = Callable[[], MutantOutcome | FalseAlarmCounts]
@@ -45,7 +45,7 @@ def run_self_test(
     *,
     learner: str | None = None,
     mutants: Sequence[str] = (),
-    audits: int = _LOT,
+    audits: int = _SEEDS_PER_TASK,
     runs: int | None = None,
     backend: Backend = "processes",
     jobs: int | None = None,
@@ -53,50 +53,54 @@ def run_self_test(
     out: Path | None = None,
     console: Console | None = None,
 ) -> int:
-    """Test the auditor, and print what came of it.
+    """Test the auditor, and print the results.
 
     Args:
-        prepared: the run to break, and to find correct; None: small runs of all algorithms.
-        learner: whose messages are audited, in that run (default: the one with the largest epsilon).
-        mutants: more of them, each `module:NAME`.
-        alarms: audits of every correct algorithm.
-        runs: of each world, at most (default: each mutant's own limit).
-        backend: what works on it, as of `open_mapper`.
-        jobs: at a time (default: one for each core).
-        seed: of coins and noise.
-        out: folder for `selftest.json`; None: none is written.
+        prepared: the run that mutants break and that false alarms are counted on; None: small runs of all algorithms.
+        learner: the audited learner of that run (default: the one with the largest epsilon).
+        mutants: additional mutants, each `module:NAME`.
+        audits: audits of every correct algorithm.
+        runs: maximum runs of each world (default: each mutant's own).
+        backend: parallel backend, as in `open_mapper`.
+        jobs: maximum parallel tasks (default: one for each core).
+        seed: seed of coins and noise.
+        out: folder for `selftest.json`; None: it is not written.
         console: where to print (default: standard output).
 
     Returns:
         The exit code: 1 if a mutant was missed, or false alarms are too many to be chance, else 0.
 
     Raises:
-        SpecError: a mutant cannot be imported, or an extra is not installed.
+        SpecError: A mutant cannot be imported, or an optional dependency is not installed.
     """
     console = console or terminal.create_console()
     chosen = [*QUICK_MUTANTS, *map(load_mutant, mutants)]
-    work = [*_breaking(chosen, prepared, learner, runs, seed), *_correct(prepared, learner, audits, seed)]
-    results = run_in_parallel(work, backend, jobs)
-    outcomes = [result for result in results if isinstance(result, MutantOutcome)]
-    lots = [result for result in results if isinstance(result, FalseAlarmCounts)]
-    found = [
-        sum_false_alarms([lot for lot in lots if lot.name == name]) for name in dict.fromkeys(lot.name for lot in lots)
+    tasks = [
+        *_list_mutant_tasks(chosen, prepared, learner, runs, seed),
+        *_list_alarm_tasks(prepared, learner, audits, seed),
     ]
-    _print(outcomes, found, console)
-    document = _document(outcomes, found, seed)
+    results = run_in_parallel(tasks, backend, jobs)
+    outcomes = [result for result in results if isinstance(result, MutantOutcome)]
+    parts = [result for result in results if isinstance(result, FalseAlarmCounts)]
+    alarms = [
+        sum_false_alarms([part for part in parts if part.name == name])
+        for name in dict.fromkeys(part.name for part in parts)
+    ]
+    _print(outcomes, alarms, console)
+    document = _build_document(outcomes, alarms, seed)
     terminal.print_json_if_requested(lambda: {"folder": out, **document})
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "selftest.json", document)
         console.out(f"{out}: selftest.json", highlight=False)
-    return int(any(outcome.is_missed for outcome in outcomes) or _too_many(found))
+    return int(any(outcome.is_missed for outcome in outcomes) or _is_excessive(alarms))
 
 
 def load_mutant(name: str) -> Mutant:
-    """The mutant of that name, `module:NAME`.
+    """Import the mutant `module:NAME`.
 
     Raises:
-        SpecError: there is none.
+        SpecError: It cannot be imported, or is no mutant.
     """
     found = import_object(name, "--mutant")
     if not isinstance(found, Mutant):
@@ -104,10 +108,10 @@ def load_mutant(name: str) -> Mutant:
     return found
 
 
-# ---- work ------------------------------------------------------------------------------------------------------------
+# ---- tasks -----------------------------------------------------------------------------------------------------------
 
 
-def _breaking(
+def _list_mutant_tasks(
     mutants: Sequence[Mutant], prepared: PreparedRun | None, learner: str | None, runs: int | None, seed: int
 ) -> Iterator[_Task]:
     given, own = None, 0
@@ -117,129 +121,131 @@ def _breaking(
         yield partial(try_mutant, mutant, given, learner=own, max_runs=runs, seed=seed)
 
 
-def _correct(prepared: PreparedRun | None, learner: str | None, alarms: int, seed: int) -> Iterator[_Task]:
-    for start in range(0, alarms, _LOT):
-        seeds = [seed + 1 + k for k in range(start, min(start + _LOT, alarms))]
+def _list_alarm_tasks(prepared: PreparedRun | None, learner: str | None, audits: int, seed: int) -> Iterator[_Task]:
+    for start in range(0, audits, _SEEDS_PER_TASK):
+        seeds = [seed + 1 + k for k in range(start, min(start + _SEEDS_PER_TASK, audits))]
         if prepared is None:
-            for k, name in enumerate(ALGORITHM_RUNS):  # with the same coins, one false alarm would be several
-                yield partial(_alarms_of, name, [100_000 * k + each for each in seeds])
+            for k, name in enumerate(
+                ALGORITHM_RUNS
+            ):  # other seeds: with the same coins, one false alarm would count several times
+                yield partial(_measure_base_alarms, name, [100_000 * k + each for each in seeds])
         else:
             name, own = prepared.run.spec.algorithm.name, choose_audited_learner(prepared, learner)
             yield partial(measure_false_alarms, prepared.run, prepared.data, seeds, name=name, learner=own)
 
 
-def _alarms_of(name: str, seeds: Sequence[int]) -> FalseAlarmCounts:
+def _measure_base_alarms(name: str, seeds: Sequence[int]) -> FalseAlarmCounts:
     return measure_false_alarms(*ALGORITHM_RUNS[name].build(), seeds, name=name)
 
 
-def run_in_parallel(work: Sequence[Callable[[], _Result]], backend: Backend, jobs: int | None) -> list[_Result]:
-    """Do all pieces of work, some at a time, and return their results in order; a bar shows how many are done."""
+def run_in_parallel(tasks: Sequence[Callable[[], _Result]], backend: Backend, jobs: int | None) -> list[_Result]:
+    """Run all tasks in parallel with a progress bar, and return their results in order."""
     results: list[_Result] = []
-    with terminal.show_progress_bar("auditing") as say, open_mapper(backend, jobs) as over:
-        for result in over(operator.call, work):
+    with terminal.show_progress_bar("auditing") as report, open_mapper(backend, jobs) as map_tasks:
+        for result in map_tasks(operator.call, tasks):
             results.append(result)
-            say("auditing", len(results), len(work), "pieces")
+            report("auditing", len(results), len(tasks), "pieces")
     return results
 
 
-def _too_many(found: Sequence[FalseAlarmCounts]) -> bool:
-    return any(each.is_excessive for each in found) or (bool(found) and sum_false_alarms(found).is_excessive)
+def _is_excessive(alarms: Sequence[FalseAlarmCounts]) -> bool:
+    return any(each.is_excessive for each in alarms) or (bool(alarms) and sum_false_alarms(alarms).is_excessive)
 
 
-# ---- what is shown ---------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
-def _print(outcomes: Sequence[MutantOutcome], found: Sequence[FalseAlarmCounts], console: Console) -> None:
-    broken = terminal.create_table("broken learner", "what is wrong", "seen by")
-    broken.add_column("runs", justify="right")
-    broken.add_column("of", justify="right", header_style="dim")
+def _print(outcomes: Sequence[MutantOutcome], alarms: Sequence[FalseAlarmCounts], console: Console) -> None:
+    mutants = terminal.create_table("mutant", "fault", "found by")
+    mutants.add_column("runs", justify="right")
+    mutants.add_column("of", justify="right", header_style="dim")
     for outcome in outcomes:
-        broken.add_row(*_outcome_row(outcome))
-    console.print(broken)
-    if found:
+        mutants.add_row(*_format_outcome(outcome))
+    console.print(mutants)
+    if alarms:
         correct = terminal.create_table("correct learner")
         for head in ("audits", "refuted", "95 % interval", "watched", "alarms", "95 % interval"):
             correct.add_column(head, justify="right")
-        for each in (*found, sum_false_alarms(found)) if len(found) > 1 else found:
-            correct.add_row(*_alarms_row(each, each.name if each in found else "all"))
+        for each in (*alarms, sum_false_alarms(alarms)) if len(alarms) > 1 else alarms:
+            correct.add_row(*_format_alarms(each, each.name if each in alarms else "all"))
         console.print(correct)
-    console.print(_summary(outcomes, found))
+    console.print(_summarise(outcomes, alarms))
 
 
-def _outcome_row(outcome: MutantOutcome) -> tuple[Text, ...]:
-    allowed = Text(format_count(outcome.allowed), style="dim")
-    if outcome.unfit:
+def _format_outcome(outcome: MutantOutcome) -> tuple[Text, ...]:
+    max_runs = Text(format_count(outcome.max_runs), style="dim")
+    if outcome.inapplicable_reason:
         return (
             Text(outcome.name, "dim"),
-            Text(f"does not fit: {outcome.unfit}", "dim"),
+            Text(f"does not apply: {outcome.inapplicable_reason}", "dim"),
             Text(MISSING_VALUE),
             Text(MISSING_VALUE),
-            allowed,
+            max_runs,
         )
     if outcome.is_missed:
         return (
             Text(outcome.name, "bold red"),
-            Text(outcome.what),
+            Text(outcome.description),
             Text("MISSED", "bold red"),
             Text(MISSING_VALUE),
-            allowed,
+            max_runs,
         )
-    style = "green" if outcome.expected in outcome.families else "yellow"  # yellow: by another family than expected
-    seen, needed = Text(", ".join(outcome.families), style), Text(format_count(outcome.needed or 0), style)
-    return Text(outcome.name, style), Text(outcome.what), seen, needed, allowed
+    style = "green" if outcome.expected_family in outcome.families else "yellow"  # yellow: found by another family
+    families, needed = Text(", ".join(outcome.families), style), Text(format_count(outcome.runs_needed or 0), style)
+    return Text(outcome.name, style), Text(outcome.description), families, needed, max_runs
 
 
-def _alarms_row(each: FalseAlarmCounts, name: str) -> tuple[Text, ...]:
+def _format_alarms(each: FalseAlarmCounts, name: str) -> tuple[Text, ...]:
     if not each.audits:
         return Text(name, "dim"), Text("no claim", "dim")
     style = "bold red" if each.is_excessive else "green"
     cells = [Text(name, style)]
-    for trials, alarms in ((each.audits, each.refuted), (each.watched, each.alarmed)):
-        cells += [Text(format_count(trials)), Text(format_count(alarms), style), Text(_interval(alarms, trials))]
+    for trials, alarms in ((each.audits, each.refuted_audits), (each.watched_runs, each.alarmed_runs)):
+        cells += [Text(format_count(trials)), Text(format_count(alarms), style), Text(_format_interval(alarms, trials))]
     return tuple(cells)
 
 
-def _interval(alarms: int, trials: int) -> str:
+def _format_interval(alarms: int, trials: int) -> str:
     low, high = compute_confidence_interval(alarms, trials)
     return f"{100 * low:.1f}{MISSING_VALUE}{100 * high:.1f} %"
 
 
-def _summary(outcomes: Sequence[MutantOutcome], found: Sequence[FalseAlarmCounts]) -> Text:
-    fitting = [outcome for outcome in outcomes if not outcome.unfit]
-    missed = [outcome.name for outcome in fitting if outcome.is_missed]
+def _summarise(outcomes: Sequence[MutantOutcome], alarms: Sequence[FalseAlarmCounts]) -> Text:
+    applicable = [outcome for outcome in outcomes if not outcome.inapplicable_reason]
+    missed = [outcome.name for outcome in applicable if outcome.is_missed]
     names = f"; missed: {', '.join(missed)}" if missed else ""
-    caught = f"{len(fitting) - len(missed)} of {len(fitting)} broken learners caught{names}."
-    text = Text(caught, "bold red" if missed else "bold green")
-    if found and (total := sum_false_alarms(found)).audits:
+    summary = f"{len(applicable) - len(missed)} of {len(applicable)} mutants found{names}."
+    text = Text(summary, "bold red" if missed else "bold green")
+    if alarms and (total := sum_false_alarms(alarms)).audits:
         expected = f"{100 * AUDIT_LEVEL:g} % are expected to", f"{100 * WATCH_LEVEL:g} %"
-        said = (
-            f" {total.refuted} of {total.audits:,} audits of correct learners refuted them; at most {expected[0]}. "
-            f"{total.alarmed} of {total.watched:,} runs under watch raised an alarm; at most {expected[1]}."
+        false_alarms = (
+            f" {total.refuted_audits} of {total.audits:,} audits of correct learners refuted them; at most {expected[0]}. "
+            f"{total.alarmed_runs} of {total.watched_runs:,} runs under watch raised an alarm; at most {expected[1]}."
         )
-        text.append(said, "bold red" if _too_many(found) else "not bold default")
+        text.append(false_alarms, "bold red" if _is_excessive(alarms) else "not bold default")
     return text
 
 
-def _document(outcomes: Sequence[MutantOutcome], found: Sequence[FalseAlarmCounts], seed: int) -> dict[str, Any]:
-    """`selftest.json`: broken learners and what came of them, correct ones and false alarms about them, as the classes say."""
+def _build_document(outcomes: Sequence[MutantOutcome], alarms: Sequence[FalseAlarmCounts], seed: int) -> dict[str, Any]:
+    """Build `selftest.json`: the outcomes of all mutants, and the false alarms of correct learners."""
     return {
         "seed": seed,
-        # `missed`: it fits, and was not caught.
-        "broken": [{**asdict(outcome), "missed": outcome.is_missed} for outcome in outcomes],
-        "correct": [{**asdict(each), **_intervals(each)} for each in found],
+        # `missed`: it applies to the run and was not found.
+        "mutants": [{**asdict(outcome), "missed": outcome.is_missed} for outcome in outcomes],
+        "correct": [{**asdict(each), **_compute_intervals(each)} for each in alarms],
         "levels": {
             "audit": AUDIT_LEVEL,
             "watch": WATCH_LEVEL,
-        },  # of false alarms: of an audit, and of a run under watch
+        },  # false alarm rates of an audit, and of a run under watch
     }
 
 
-def _intervals(each: FalseAlarmCounts) -> dict[str, Any]:
-    """95 % (Clopper and Pearson), of the shares; nothing without audits."""
+def _compute_intervals(each: FalseAlarmCounts) -> dict[str, Any]:
+    """Compute 95 % Clopper-Pearson intervals of the false alarm rates; empty without audits."""
     if not each.audits:
         return {}
     return {
-        "refuted_interval": compute_confidence_interval(each.refuted, each.audits),
-        "alarmed_interval": compute_confidence_interval(each.alarmed, each.watched),
-        "is_excessive": each.is_excessive,  # hardly any correct audit, or watch, would accuse it so often
+        "refuted_interval": compute_confidence_interval(each.refuted_audits, each.audits),
+        "alarmed_interval": compute_confidence_interval(each.alarmed_runs, each.watched_runs),
+        "is_excessive": each.is_excessive,  # too many to be chance
     }

@@ -1,9 +1,9 @@
-"""Audits of broken services: coordinator, learners and relay or wiretap over gRPC, in one process; and a small foreign service.
+"""Power of audits of faulty services: real services over gRPC in one process, and a foreign service.
 
-The foreign service is a clinic of no format of ours, one for each world, behind relays. It answers with a gradient and a loss at
-parameters that are others in every call. One patient's label differs between the worlds. The gradient differs by one number then,
-by 1; the loss by the parameter there, 1 at most. With Laplace noise on both, of a tenth of the budget for the loss, an answer has
-epsilon 1.
+The foreign service is a small clinic with a format of its own, one server for each world, behind relays. It answers with a
+gradient and a loss at other parameters in every call. One patient's label differs between the worlds. The gradient then differs
+in one entry, by 1; the loss by the parameter there, 1 at most. With Laplace noise on both, and a tenth of the budget for the
+loss, an answer has epsilon 1.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from structlog.testing import capture_logs
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.audit_files import CaptureMethod, RunLedgerEntry, prepare_audit_spec
 from sottovoce_client.auditing.audit_runs import AuditRuns, collect_runs
-from sottovoce_client.auditing.captures import audit_captures
-from sottovoce_client.auditing.captures import list_captures as captures_in
+from sottovoce_client.auditing.captures import audit_captures, list_captures
 from sottovoce_client.auditing.foreign_runs import read_runs
 from sottovoce_client.auditing.network import (
     audit_ciphertext,
@@ -63,87 +62,93 @@ from sottovoce_rpc.tasks import Tasks
 # ---- network ---------------------------------------------------------------------------------------------------------
 
 SERVICE_RUN_COUNTS = (24, 48, 100)
-"""Runs of each world that are tried, one after the other."""
+"""Numbers of runs of each world that are tried, in order."""
 
 SERVICE_AUDIT_COUNT = 3
-"""With each number of runs, all of runs of their own."""
+"""Audits with each number of runs, each with runs of its own."""
 
 _BASE = BASE_RUNS["ldp-dol, epsilon 1"]
 SERVICE_BASE_RUN = replace(_BASE, sections={**_BASE.sections, "learners": 2})
-"""What runs: the fewer edges there are, the faster."""
+"""Base run on services: the fewer edges, the faster."""
 
 _ACCEPTING, _CALLING = 1, 0
-"""The learner that is audited by what relays hear, and by what wiretaps note: the one accepts streams, so it can end them; the
-other one opens them, so it can open more."""
+"""Audited learner on relays and on wiretaps: one accepts streams, so it can end them; the other opens streams, so it can open
+additional ones."""
 
-_LISTENING: dict[CaptureMethod, tuple[ServiceKind, int]] = {
+_AUDITED: dict[CaptureMethod, tuple[ServiceKind, int]] = {
     "relay": ("on real services", _ACCEPTING),
     "wiretap": ("by wiretap", _CALLING),
 }
 
 
-def _blank(
-    broken: ServiceMutant | _ForeignBreak, kind: ServiceKind, rungs: Sequence[int], audits: int
+def _create_blank(
+    mutant: ServiceMutant | _ForeignMutant, kind: ServiceKind, run_counts: Sequence[int], audits: int
 ) -> PowerMeasurement:
     return PowerMeasurement(
-        broken.name, broken.description, kind, max(rungs), audits, correct=broken.is_correct, sure=broken.must_be_found
+        mutant.name,
+        mutant.description,
+        kind,
+        max(run_counts),
+        audits,
+        correct=mutant.is_correct,
+        must_be_found=mutant.must_be_found,
     )
 
 
 def measure_service_power(
-    broken: ServiceMutant,
+    mutant: ServiceMutant,
     capture: CaptureMethod,
     *,
     run_counts: Sequence[int] = SERVICE_RUN_COUNTS,
     audits: int = SERVICE_AUDIT_COUNT,
     seed: int = 0,
 ) -> PowerMeasurement:
-    """Run real services in two worlds, and audit what relays heard, or what wiretaps noted of encrypted channels.
+    """Run real services in two worlds, and audit their messages, or the sizes and times of encrypted channels.
 
     Args:
-        broken: what is wrong with them.
-        capture: who listens.
-        rungs: runs of each world.
-        audits: with each number of runs.
-        seed: of coins and audits; noise and times are those of the machine.
+        mutant: the fault.
+        capture: the method of recording.
+        run_counts: numbers of runs of each world to try.
+        audits: audits with each number of runs.
+        seed: seed of coins and audits; noise and times are those of the machine.
     """
-    kind, learner = _LISTENING[capture]
+    kind, learner = _AUDITED[capture]
 
-    def found_by(runs: int, each: int) -> str:
-        plan = _plan_beside_numbers(SERVICE_BASE_RUN, runs, each, learner=learner)
-        with _made_with(broken, plan, capture) as made:
+    def audit(runs: int, each: int) -> str:
+        plan = _plan_norm_audit(SERVICE_BASE_RUN, runs, each, learner=learner)
+        with _collect_runs(mutant, plan, capture) as audit_runs:
             if capture == "relay":
-                done = audit_captures(plan, made, ignore_progress)
-                return find_refuting_part(done.findings) if done.verdict.kind == "refuted" else ""
-            return _found_in_calls(audit_ciphertext(plan, made, each, ignore_progress))
+                result = audit_captures(plan, audit_runs, ignore_progress)
+                return find_refuting_part(result.findings) if result.verdict.kind == "refuted" else ""
+            return _find_refuting_view(audit_ciphertext(plan, audit_runs, each, ignore_progress))
 
-    return search_run_count(_blank(broken, kind, run_counts, audits), found_by, run_counts, seed)
+    return search_run_count(_create_blank(mutant, kind, run_counts, audits), audit, run_counts, seed)
 
 
-def _plan_beside_numbers(
+def _plan_norm_audit(
     base: BaseRun, runs: int, seed: int, confidence: float = CONFIDENCE, *, learner: int = _CALLING
 ) -> AuditPlan:
-    """An audit of what passes beside numbers: a loud record against a silent one, which whatever depends on a norm tells apart.
+    """Plan an audit with a record of large norm against one of norm 0, which any side channel that depends on a norm separates.
 
     Args:
-        base: what runs.
-        runs: of each world.
-        seed: of coins and audit.
-        confidence: with which a correct learner is not refuted.
-        learner: who is audited.
+        base: the base run.
+        runs: runs of each world.
+        seed: seed of coins and audit.
+        confidence: confidence of the audit.
+        learner: the audited learner.
     """
     prepared = PreparedRun(*base.build())
-    asked = AuditRequest(prepared.run.spec.names[learner], runs=runs, confidence=confidence, seed=seed)
-    return plan_ciphertext_audit(prepared, asked)
+    request = AuditRequest(prepared.run.spec.names[learner], runs=runs, confidence=confidence, seed=seed)
+    return plan_ciphertext_audit(prepared, request)
 
 
 @contextmanager
-def _made_with(broken: ServiceMutant, plan: AuditPlan, capture: CaptureMethod) -> Iterator[AuditRuns]:
-    """All runs, as `sottovoce audit --on network` or `--on wiretap` makes them."""
-    with tempfile.TemporaryDirectory() as folder, capture_logs():  # broken services have much to say
+def _collect_runs(mutant: ServiceMutant, plan: AuditPlan, capture: CaptureMethod) -> Iterator[AuditRuns]:
+    """Make all runs as `sottovoce audit --on network` or `--on wiretap` does."""
+    with tempfile.TemporaryDirectory() as folder, capture_logs():  # faulty services write many logs
         pairs = interleave_pairs(plan)
-        ledger = asyncio.run(_make_runs(broken, plan, pairs, Path(folder), capture))
-        captures = captures_in(open_folder(Path(folder) / "captures"))
+        ledger = asyncio.run(_make_runs(mutant, plan, pairs, Path(folder), capture))
+        captures = list_captures(open_folder(Path(folder) / "captures"))
         yield collect_runs(captures, plan.run, ledger, lambda replica: pairs[int(str(replica))])
 
 
@@ -151,27 +156,27 @@ def _made_with(broken: ServiceMutant, plan: AuditPlan, capture: CaptureMethod) -
 
 
 async def _make_runs(
-    broken: ServiceMutant, plan: AuditPlan, pairs: Sequence[int], folder: Path, capture: CaptureMethod
+    mutant: ServiceMutant, plan: AuditPlan, pairs: Sequence[int], folder: Path, capture: CaptureMethod
 ) -> dict[int, RunLedgerEntry]:
-    """All runs, one after the other, and what became of them."""
+    """Make all runs, one after the other, and return their ledger."""
     spec, ledger = prepare_audit_spec(plan.run.spec, capture), dict[int, RunLedgerEntry]()
     data = [[pair.worlds.build_data(plan.data, world) for world in (0, 1)] for pair in plan.pairs]
     identities = folder / "identities" if capture == "wiretap" else None
     if identities is not None:
         await asyncio.to_thread(issue_local_identities, identities, spec.names)
     own = _identity(identities, "operator-local")
-    async with _services(broken, plan, spec, folder, identities) as (coordinator, learners):
+    async with _start_services(mutant, plan, spec, folder, identities) as (coordinator, learners):
         for k, (pair, world) in enumerate(zip(pairs, draw_seeded_coins(plan).tolist(), strict=True)):
             for learner in learners:
                 learner.world = world
             records = data[pair][world]
             outcome = await run_on_services(
-                coordinator, spec, records, lambda *seen: None, world=world, replica=k, credentials=own
+                coordinator, spec, records, lambda *progress: None, world=world, replica=k, credentials=own
             )
             ledger[k] = RunLedgerEntry(run_id=outcome.run_id, outcome=outcome.state, world=world)
             if (
-                broken.is_capture_lost is not None
-                and broken.is_capture_lost(world)
+                mutant.is_capture_lost is not None
+                and mutant.is_capture_lost(world)
                 and outcome.capture_location is not None
             ):
                 shutil.rmtree(outcome.capture_location)
@@ -179,17 +184,17 @@ async def _make_runs(
 
 
 @asynccontextmanager
-async def _services(
-    broken: ServiceMutant, plan: AuditPlan, spec: RunSpec, folder: Path, identities: Path | None
+async def _start_services(
+    mutant: ServiceMutant, plan: AuditPlan, spec: RunSpec, folder: Path, identities: Path | None
 ) -> AsyncIterator[tuple[str, list[CustomNoiseLearner]]]:
-    """All services of a run: their coordinator's address, and the learners."""
+    """Start all services of a run; yield the coordinator's address and the learners."""
     own = _identity(identities, "eavesdropper-local")
     eavesdropper = Eavesdropper(EavesdropperConfig(folder=folder / "captures", credentials=own))
     own = _identity(identities, "coordinator-local")
     coordinator = Coordinator(CoordinatorConfig(eavesdropper=await eavesdropper.start(), credentials=own))
     address = await coordinator.start()
     learners = build_learners(
-        broken,
+        mutant,
         plan,
         lambda name: LearnerConfig(
             name,
@@ -200,10 +205,10 @@ async def _services(
             owners=("operator/local",),
         ),
     )
-    async with Tasks() as following:
+    async with Tasks() as tasks:
         try:
             for learner in learners:
-                following.start(learner.follow(await learner.start()))
+                tasks.start(learner.follow(await learner.start()))
             yield address, learners
         finally:
             for learner in learners:
@@ -213,7 +218,7 @@ async def _services(
 
 
 def _identity(folder: Path | None, name: str) -> Credentials:
-    """Of a service; none where channels are not encrypted."""
+    """Return the credentials of a service; empty without encrypted channels."""
     return Credentials() if folder is None else Credentials(folder / name)
 
 
@@ -222,94 +227,94 @@ def _identity(folder: Path | None, name: str) -> Credentials:
 _Context = grpc.aio.ServicerContext[bytes, bytes]
 
 FOREIGN_RUN_COUNTS = (24, 48, 100, 200, 500)
-"""Runs of each world that are tried, one after the other."""
+"""Numbers of runs of each world that are tried, in order."""
 
 FOREIGN_AUDIT_COUNT = 5
-"""With each number of runs, all of runs of their own."""
+"""Audits with each number of runs, each with runs of its own."""
 
 _EPSILON = 1.0
 _GRADIENT, _LOSS = 0.9, 0.1
-"""Parts of the budget."""
+"""Fractions of the budget."""
 
 _PATIENTS = np.array([[1.0, 0.0, 0.0], [0.3, 0.8, -0.2], [-0.5, 0.1, 0.6], [0.2, -0.7, 0.4]])
 _LABELS = np.array([1.0, -1.0, 1.0, -1.0])
-"""In the first world; in the second one the first label is the other one."""
+"""Labels in the first world; in the second one the first label is inverted."""
 
 _METHOD = "/clinic.Model/Gradient"
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a service is about to say."""
+    """Input of a faulty service when it builds an answer."""
 
     exact: FloatArray
-    """`(4,)` gradient and loss."""
+    """Gradient and loss, `(4,)`."""
     noise: FloatArray
-    """`(4,)` that it may have."""
+    """Noise of a correct service, `(4,)`."""
     world: int
     before: bytes
-    """The answer to the call before."""
+    """Answer to the previous call."""
     generator: np.random.Generator
 
     @property
-    def said(self) -> FloatArray:
-        """With noise."""
+    def noisy_values(self) -> FloatArray:
+        """Gradient and loss with noise."""
         return self.exact + self.noise
 
 
 @dataclass(frozen=True, slots=True)
-class _ForeignBreak:
-    """What is wrong with a foreign service.
+class _ForeignMutant:
+    """A fault of a foreign service.
 
     Attributes:
-        name: in a word or two.
-        what: is wrong, in a few words.
-        says: an answer's bytes.
-        trailers: what stands behind it.
-        refuses: whether a call fails.
-        correct: nothing is wrong.
-        sure: it must be found; without an algorithm, guesses alone tell of too little noise, and need very many runs.
+        name: one or two words.
+        description: the fault, in a few words.
+        encode: encodes an answer.
+        build_trailer: builds the text in the trailers; empty: none.
+        fails: whether a call fails.
+        is_correct: whether there is no fault.
+        must_be_found: whether a miss counts; without an algorithm, only guesses show too little noise, and need very many runs.
     """
 
     name: str
     description: str
-    says: Callable[[_Answer], bytes] = lambda answer: answer.said.tobytes()
-    trailers: Callable[[_Answer], str] = lambda answer: ""
-    refuses: Callable[[_Answer], bool] = lambda answer: False
+    encode: Callable[[_Answer], bytes] = lambda answer: answer.noisy_values.tobytes()
+    build_trailer: Callable[[_Answer], str] = lambda answer: ""
+    fails: Callable[[_Answer], bool] = lambda answer: False
     is_correct: bool = False
     must_be_found: bool = True
 
 
 class _Clinic(grpc.GenericRpcHandler):
-    """The service in one world."""
+    """The clinic's server in one world."""
 
-    def __init__(self, broken: _ForeignBreak, world: int, generator: np.random.Generator) -> None:
-        self._broken, self._world, self._generator = broken, world, generator
+    def __init__(self, mutant: _ForeignMutant, world: int, generator: np.random.Generator) -> None:
+        self._mutant, self._world, self._generator = mutant, world, generator
         self._before = bytes(32)
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
-        """One method."""
-        return grpc.unary_unary_rpc_method_handler(self._gradient)
+        """Return the handler of the only method."""
+        return grpc.unary_unary_rpc_method_handler(self._answer)
 
-    async def _gradient(self, request: bytes, context: _Context) -> bytes:
+    async def _answer(self, request: bytes, context: _Context) -> bytes:
         noise = self._generator.laplace(scale=np.repeat([1.0 / _GRADIENT, 1.0 / _LOSS], [3, 1]) / _EPSILON)
-        exact = _exact(np.frombuffer(request, "<f8"), self._world)
+        exact = _compute_gradient_and_loss(np.frombuffer(request, "<f8"), self._world)
         answer = _Answer(exact, noise, self._world, self._before, self._generator)
-        if text := self._broken.trailers(answer):
+        if text := self._mutant.build_trailer(answer):
             context.set_trailing_metadata((("x-positive", text),))
-        if self._broken.refuses(answer):
+        if self._mutant.fails(answer):
             await context.abort(grpc.StatusCode.ABORTED, "again, please")
-        self._before = self._broken.says(answer)
+        self._before = self._mutant.encode(answer)
         return self._before
 
 
-def _labels(world: int) -> FloatArray:
+def _get_labels(world: int) -> FloatArray:
     return np.append(_LABELS[0] * (1.0 - 2.0 * world), _LABELS[1:])
 
 
-def _exact(parameters: FloatArray, world: int) -> FloatArray:
-    """`(4,)` gradient and loss of logistic regression."""
-    labels = _labels(world)
+def _compute_gradient_and_loss(parameters: FloatArray, world: int) -> FloatArray:
+    """Compute gradient and loss of logistic regression, `(4,)`."""
+    labels = _get_labels(world)
     margins = labels * (_PATIENTS @ parameters)
     gradient = -(labels / (1.0 + np.exp(margins))) @ _PATIENTS
     return np.append(gradient, np.log1p(np.exp(-margins)).sum())
@@ -321,61 +326,63 @@ def _decode(method: str, direction: str, payload: bytes) -> dict[str, FloatArray
 
 
 def measure_foreign_power(
-    broken: _ForeignBreak,
+    mutant: _ForeignMutant,
     *,
     run_counts: Sequence[int] = FOREIGN_RUN_COUNTS,
     audits: int = FOREIGN_AUDIT_COUNT,
     seed: int = 0,
 ) -> PowerMeasurement:
-    """Call a service in two worlds through relays, and audit what they heard.
+    """Call a service in two worlds through relays, and audit the captures.
 
     Args:
-        broken: what is wrong with it.
-        rungs: runs of each world.
-        audits: with each number of runs.
-        seed: of coins, parameters, noise and audits.
+        mutant: the fault.
+        run_counts: numbers of runs of each world to try.
+        audits: audits with each number of runs.
+        seed: seed of coins, parameters, noise and audits.
     """
-    blank = _blank(broken, "foreign services", run_counts, audits)
+    blank = _create_blank(mutant, "foreign services", run_counts, audits)
 
-    def found_by(runs: int, each: int) -> str:
+    def audit(runs: int, each: int) -> str:
         with tempfile.TemporaryDirectory() as folder, capture_logs():
-            asyncio.run(_make_calls(broken, 2 * runs, Path(folder), each))
-            heard = read_runs(folder, _decode, "stream").runs
-        done = audit_traffic(heard, claim=_EPSILON, confidence=CONFIDENCE, seed=each)
-        return _found_in_calls(done) or next((sign.test for sign in done.anomalies), "")
+            asyncio.run(_make_calls(mutant, 2 * runs, Path(folder), each))
+            traffic = read_runs(folder, _decode, "stream").runs
+        result = audit_traffic(traffic, claim=_EPSILON, confidence=CONFIDENCE, seed=each)
+        return _find_refuting_view(result) or next((anomaly.test for anomaly in result.anomalies), "")
 
-    return search_run_count(blank, found_by, run_counts, seed)
-
-
-def _found_in_calls(done: ForeignAudit) -> str:
-    """The view that refutes the claim; empty: none does."""
-    return max(done.findings.bounds, key=lambda bound: bound.value).view if done.verdict.kind == "refuted" else ""
+    return search_run_count(blank, audit, run_counts, seed)
 
 
-async def _make_calls(broken: _ForeignBreak, runs: int, folder: Path, seed: int) -> None:
-    """All runs, each one call, in worlds that fair coins choose."""
+def _find_refuting_view(audit: ForeignAudit) -> str:
+    """Return the view that refutes the claim; empty if none does."""
+    if audit.verdict.kind != "refuted":
+        return ""
+    return max(audit.findings.bounds, key=lambda bound: bound.value).view
+
+
+async def _make_calls(mutant: _ForeignMutant, runs: int, folder: Path, seed: int) -> None:
+    """Make all runs, one call each, in worlds that fair coins choose."""
     coins, *noise = map(np.random.default_rng, np.random.SeedSequence(seed).spawn(3))
     async with AsyncExitStack() as stack:
         calls: list[grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]] = []
         for world, generator in enumerate(noise):
-            address = await stack.enter_async_context(_relayed(broken, world, generator, folder))
-            to = await stack.enter_async_context(grpc.aio.insecure_channel(address))
-            calls.append(to.unary_unary(_METHOD))
+            address = await stack.enter_async_context(_serve_behind_relay(mutant, world, generator, folder))
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
+            calls.append(channel.unary_unary(_METHOD))
         for _ in range(runs):
             call = calls[coins.integers(2)](coins.uniform(-1.0, 1.0, 3).tobytes())
             await call.code()
 
 
 @asynccontextmanager
-async def _relayed(
-    broken: _ForeignBreak, world: int, generator: np.random.Generator, folder: Path
+async def _serve_behind_relay(
+    mutant: _ForeignMutant, world: int, generator: np.random.Generator, folder: Path
 ) -> AsyncIterator[str]:
-    """A service behind a relay, at the relay's address."""
+    """Start a service behind a relay, and yield the relay's address."""
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((_Clinic(broken, world, generator),))
-    to = listen_on(server, "127.0.0.1:0")
+    server.add_generic_rpc_handlers((_Clinic(mutant, world, generator),))
+    address = listen_on(server, "127.0.0.1:0")
     await server.start()
-    relay = StandaloneProxy(StandaloneProxyConfig(to, folder=folder, world=world))
+    relay = StandaloneProxy(StandaloneProxyConfig(address, folder=folder, world=world))
     try:
         yield await relay.start()
     finally:
@@ -383,50 +390,54 @@ async def _relayed(
         await server.stop(None)
 
 
-# ---- breaks ----------------------------------------------------------------------------------------------------------
+# ---- foreign mutants -------------------------------------------------------------------------------------------------
 
 
-def _without_noise_on(*places: int) -> Callable[[_Answer], bytes]:
-    return lambda answer: np.where(np.isin(np.arange(4), places), answer.exact, answer.said).tobytes()
+def _omit_noise(*places: int) -> Callable[[_Answer], bytes]:
+    return lambda answer: np.where(np.isin(np.arange(4), places), answer.exact, answer.noisy_values).tobytes()
 
 
-def _scaled(answer: _Answer, factor: float) -> bytes:
+def _scale_noise(answer: _Answer, factor: float) -> bytes:
     return (answer.exact + factor * answer.noise).tobytes()
 
 
 FOREIGN_SERVICE_MUTANTS = (
-    _ForeignBreak("correct", "nothing", is_correct=True),
-    _ForeignBreak(
+    _ForeignMutant("correct", "nothing", is_correct=True),
+    _ForeignMutant(
         "six digits",
         "nothing: answers are rounded",
-        says=lambda answer: np.array([float(f"{number:.6g}") for number in answer.said]).tobytes(),
+        encode=lambda answer: np.array([float(f"{number:.6g}") for number in answer.noisy_values]).tobytes(),
         is_correct=True,
     ),
-    _ForeignBreak("no noise", "the gradient and its loss as they are", says=_without_noise_on(0, 1, 2, 3)),
-    _ForeignBreak("exact loss", "a noised gradient beside a loss without noise", says=_without_noise_on(3)),
-    _ForeignBreak("a quarter of the noise", "epsilon 4, where 1 is claimed", says=partial(_scaled, factor=0.25)),
-    _ForeignBreak(
-        "half the noise", "epsilon 2, where 1 is claimed", says=partial(_scaled, factor=0.5), must_be_found=False
+    _ForeignMutant("no noise", "gradient and loss without noise", encode=_omit_noise(0, 1, 2, 3)),
+    _ForeignMutant("exact loss", "a gradient with noise, a loss without", encode=_omit_noise(3)),
+    _ForeignMutant(
+        "a quarter of the noise", "epsilon 4, where 1 is claimed", encode=partial(_scale_noise, factor=0.25)
     ),
-    _ForeignBreak(
-        "said again",
-        "one answer in ten is that of the call before",
-        says=lambda answer: answer.before if answer.generator.random() < 0.1 else answer.said.tobytes(),
+    _ForeignMutant(
+        "half the noise", "epsilon 2, where 1 is claimed", encode=partial(_scale_noise, factor=0.5), must_be_found=False
     ),
-    _ForeignBreak(
+    _ForeignMutant(
+        "repeated",
+        "one answer in ten repeats the previous one",
+        encode=lambda answer: answer.before if answer.generator.random() < 0.1 else answer.noisy_values.tobytes(),
+    ),
+    _ForeignMutant(
         "length",
         "half of the answers are longer in one world",
-        says=lambda answer: answer.said.tobytes() + bytes(8 * (answer.world == 1 and answer.generator.random() < 0.5)),
+        encode=lambda answer: (
+            answer.noisy_values.tobytes() + bytes(8 * (answer.world == 1 and answer.generator.random() < 0.5))
+        ),
     ),
-    _ForeignBreak(
+    _ForeignMutant(
         "metadata",
-        "how many labels are 1, behind an answer",
-        trailers=lambda answer: str(np.count_nonzero(_labels(answer.world) > 0.0)),
+        "number of labels 1 in the trailers",
+        build_trailer=lambda answer: str(np.count_nonzero(_get_labels(answer.world) > 0.0)),
     ),
-    _ForeignBreak(
+    _ForeignMutant(
         "status",
         "half of the calls fail in one world",
-        refuses=lambda answer: answer.world == 1 and answer.generator.random() < 0.5,
+        fails=lambda answer: answer.world == 1 and answer.generator.random() < 0.5,
     ),
 )
-"""Foreign services, two correct ones among them."""
+"""Mutants of the foreign service, two correct services among them."""

@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 
 from sottovoce_client.auditing import audit as command
 from sottovoce_client.cli import app
-from sottovoce_core.auditing.audit import audit_simulated
+from sottovoce_client.terminal import ProgressReporter
+from sottovoce_core.auditing.audit import Audit, audit_simulated
+from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_core.noise import no_noise
@@ -41,8 +43,12 @@ def spec(tmp_path: Path) -> Path:
     return path
 
 
+def simulated(plan: AuditPlan, *, report_progress: ProgressReporter, **more: Any) -> Audit:
+    return audit_simulated(plan, on_stage=report_progress, **more)
+
+
 def shown(
-    prepared: PreparedRun, folder: Path, work: command.Auditor = audit_simulated, **more: Any
+    prepared: PreparedRun, folder: Path, work: command.Auditor = simulated, **more: Any
 ) -> tuple[int, str, dict[str, Any]]:
     """Exit code, what was printed, and audit.json."""
     out = io.StringIO()
@@ -75,7 +81,7 @@ def test_what_holds_exits_with_zero(spec: Path, tmp_path: Path) -> None:
 
 def test_what_does_not_exits_with_one(spec: Path, tmp_path: Path) -> None:
     """A learner that says its parameters as they are: its loss is infinite, which JSON does not know."""
-    broken = partial(audit_simulated, noise=lambda seed: no_noise)
+    broken = partial(simulated, noise=lambda seed: no_noise)
     code, text, document = shown(prepare(load_spec(spec)), tmp_path, broken)
     assert code == 1 and text.startswith("the run REFUTED") and "also:" in text  # and so do the others
     assert document["verdict"]["kind"] == "refuted" and document["verdict"]["evidence"]
@@ -94,7 +100,7 @@ def test_nothing_promised_is_said(spec: Path, tmp_path: Path) -> None:
     document["algorithm"] = {"name": "d-ogd"}
     spec.write_text(yaml.safe_dump(document), encoding="utf-8")
     code, text, written = shown(prepare(load_spec(spec)), tmp_path)
-    assert code == 0 and "UNPROMISED" in text and "no noise to test" in text
+    assert code == 0 and "NO-CLAIM" in text and "no noise to test" in text
     assert written["epsilon"]["promised"] is None and written["epsilon"]["lower_bound"] > 1.0
 
 
@@ -134,7 +140,7 @@ def test_a_record_and_its_replacement_can_be_chosen(spec: Path, tmp_path: Path) 
     [
         ({"features": [0.1] * 4, "label": 7}, "labels of the logistic loss must be 0 or 1"),
         ({"features": [0.1] * 4, "label": 0.5}, "labels of the logistic loss must be 0 or 1"),
-        ({"features": [30.0, 0.0, 0.0, 0.0], "label": 1}, "have norm 30, where at most 1 is learned"),
+        ({"features": [30.0, 0.0, 0.0, 0.0], "label": 1}, "norm 30, where at most 1 is allowed"),
         ({"features": [1e999, 0.0, 0.0, 0.0], "label": 1}, "must be finite"),
     ],
 )
@@ -155,7 +161,7 @@ def test_a_replacement_that_no_loss_is_defined_for_is_refused(
 
 def test_whoever_sees_decisions_only_replays_nothing(spec: Path, tmp_path: Path) -> None:
     _, text, document = shown(prepare(load_spec(spec)), tmp_path, threat=ThreatModel.OUTPUT)
-    assert "output." in text and "not known to this listener" in text
+    assert "output." in text and "not known to this adversary" in text
     assert document["likelihood"] is None and document["single_rounds"] is None and document["threat_model"] == "output"
     assert document["epsilon"]["largest_realised"] is None
 
@@ -164,9 +170,9 @@ def test_whoever_sees_decisions_only_replays_nothing(spec: Path, tmp_path: Path)
     ("flags", "text"),
     [
         (["--replacement", "label"], "--replacement needs --record"),
-        (["--neighbour", "b"], "--neighbour goes with --threat neighbour"),
-        (["--captures", "here", "--runs", "20"], "goes with neither --runs nor --on network"),
-        (["--captures", "here", "--on", "network"], "goes with neither --runs nor --on network"),
+        (["--neighbour", "b"], "--neighbour needs --threat neighbour"),
+        (["--captures", "here", "--runs", "20"], "cannot be used with --runs, or with --on network"),
+        (["--captures", "here", "--on", "network"], "cannot be used with --runs, or with --on network"),
     ],
 )
 def test_no_option_is_passed_over_in_silence(spec: Path, flags: list[str], text: str) -> None:
@@ -184,7 +190,7 @@ def test_what_an_auditor_must_know_stands_in_the_file(spec: Path, tmp_path: Path
     prepared = prepare(load_spec(spec))
     _, text, document = shown(prepared, tmp_path)
     assert document["spec"]["name"] == "small" and len(document["data_sha256"]) == 64 and document["sottovoce"]
-    assert document["black_box"]["numbers_that_vary_by_view"]["values"] > 0
+    assert document["black_box"]["varying_values_by_view"]["values"] > 0
     assert "rejects" in text
     assert "cannot refute this claim; exact losses, single rounds and conformance can." in text
 
@@ -196,8 +202,8 @@ def test_only_what_was_looked_at_is_said_to_refute_what_guesses_cannot(spec: Pat
         done, findings=replace(done.findings, round_bounds=None), varying_counts={**done.varying_counts, "sizes": 1}
     )
     blind = replace(done, findings=replace(done.findings, round_bounds=None, tests=()), run_losses=None)
-    said = [list(command._notes(each, 0))[-1] for each in (captured, blind)]
-    assert said[0].endswith("exact losses, conformance and what differs beside the messages can.")
+    said = [list(command._list_notes(each, 0))[-1] for each in (captured, blind)]
+    assert said[0].endswith("exact losses, conformance and side channels can.")
     assert said[1] == "So guesses of whole runs, which are all there is here, cannot refute this claim."
 
 
@@ -206,7 +212,7 @@ def test_a_narrow_terminal_gets_paragraphs_instead_of_a_cramped_table() -> None:
     wide, narrow = (io.StringIO() for _ in range(2))
     for out, width in ((wide, 80), (narrow, 79)):
         command._print_rows(rows, Console(file=out, width=width))
-    assert "what was tested" in wide.getvalue()
+    assert "tested" in wide.getvalue()
     assert narrow.getvalue().splitlines() == [
         "black box, a tree on lengths: 7 of 14 right; ε at least 0, claimed 3",
         "conformance, noise: none",

@@ -199,7 +199,7 @@ def test_all_pairs_of_worlds_come_back_and_every_run_knows_its_own(tmp_path: Pat
     assert [pairs.count(k) for k in range(len(back))] == [2 * each.runs for each in plan.pairs]
     assert [document.find_pair_index(replica) for replica in range(len(pairs))] == pairs
     for wrong in (-1, len(pairs), None):
-        with pytest.raises(CaptureError, match="which of the 4 pairs of worlds"):
+        with pytest.raises(CaptureError, match="must name one of 4 pairs of worlds"):
             document.find_pair_index(wrong)
     with pytest.raises(CaptureError, match="pair_of_run"):
         document.model_copy(update={"pair_of_run": [9]}).find_pair_index(0)
@@ -249,7 +249,7 @@ def test_half_the_noise_shows_in_one_world(tmp_path: Path) -> None:
 def test_captures_that_miss_rounds_are_left_out_and_counted(tmp_path: Path) -> None:
     plan = planned()
     short = keep(tmp_path, plan, None, 0, rounds=ROUNDS - 1)
-    with pytest.raises(CaptureError, match=f"of 1 capture none has all {ROUNDS} rounds"):
+    with pytest.raises(CaptureError, match=f"must have all {ROUNDS} rounds, and none of 1 capture has"):
         audited(short, plan)
     keep(tmp_path, plan, None, 1)
     keep(tmp_path, plan, None, 2)
@@ -280,7 +280,7 @@ def test_code_that_captures_name_is_not_imported_unasked(tmp_path: Path) -> None
     facts = json.loads(path.read_text())
     facts["spec"]["algorithm"]["name"] = "antigravity:Algorithm"
     path.write_text(json.dumps(facts))
-    with pytest.raises(SpecError, match="give the SPEC beside --captures"):
+    with pytest.raises(SpecError, match="give the SPEC together with --captures"):
         audited(tmp_path, plan)
 
 
@@ -303,7 +303,7 @@ WORLDS: dict[str, tuple[Callable[[dict[str, Any]], str], type[SottovoceError], s
         DataError,
         r"worlds\.json: adjacent .* exactly one record",
     ),
-    "other data": (lambda d: broken(d, data="0"), DataError, "other records"),
+    "other data": (lambda d: broken(d, data="0"), DataError, "is of others"),
     "label of no class": (
         lambda d: broken(d, second=second(d, label=5.0)),
         DataError,
@@ -311,7 +311,7 @@ WORLDS: dict[str, tuple[Callable[[dict[str, Any]], str], type[SottovoceError], s
     ),
     "other learner": (lambda d: broken(d, learner="ann"), CaptureError, "learner-0, learner-1"),
     "other spec": (lambda d: broken(d, spec={**d["spec"], "rounds": 9}), CaptureError, "differ in rounds: 9 and 4"),
-    "no record": (lambda d: broken(d, first={}), CaptureError, "does not say"),
+    "no record": (lambda d: broken(d, first={}), CaptureError, "must describe"),
     "no such use": (lambda d: broken(d, use=99), DataError, r"worlds\.json: position"),
     "not a number": (lambda d: broken(d, use="0"), CaptureError, "pairs.0.use must be a whole number"),
 }
@@ -344,7 +344,7 @@ def test_labels_need_their_worlds(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="or 0 alone, got 1"):
         audited(tmp_path / "run-1", plan)
     keep(tmp_path, plan, 5, 2)
-    with pytest.raises(CaptureError, match="world 0 or 1, or say nothing of it, got 5"):
+    with pytest.raises(CaptureError, match="world 0 or 1, or name no world, got 5"):
         audited(tmp_path, plan)
 
 

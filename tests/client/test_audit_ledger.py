@@ -105,24 +105,27 @@ def _relabelled(old: str, new: str) -> Callable[[Path], None]:
 FORGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another ledger": (
         lambda f: _exchange(f / RUN_LEDGER_FILE, ('"commitments": ["', '"commitments": ["0')),
-        "is not the ledger",
+        "must be the ledger",
     ),
     "no ledger": (lambda f: (f / RUN_LEDGER_FILE).unlink(), "cannot read .*runs.jsonl"),
-    "other worlds": (lambda f: _exchange(f / WORLDS, ('"what": "', '"what": "not ')), "of another worlds.json"),
-    "worlds without their ledger": (lambda f: _exchange(f / WORLDS, ('"ledger"', '"leger"')), "is not the ledger"),
+    "other worlds": (
+        lambda f: _exchange(f / WORLDS, ('"what": "', '"what": "not ')),
+        "must be of the worlds.json next to it",
+    ),
+    "worlds without their ledger": (lambda f: _exchange(f / WORLDS, ('"ledger"', '"leger"')), "must be the ledger"),
     "another coin": (
         lambda f: _exchange(f / RUN_LEDGER_FILE, ('"world": 0', '"world": 1')),
-        "coin of run 0 is not the one",
+        "coin of run 0 must be the committed one",
     ),
     "another label": (_relabelled('"world": 0', '"world": 1'), "must be of world 0"),
     "another capture": (_relabelled('"n_features": 3', '"n_features": 3 '), "SHA-256"),
     "another run": (_relabelled('"run_id": "run-0"', '"run_id": "run-x"'), "run run-0"),
-    "a run too many": (_relabelled('"replica": 0', '"replica": 99'), "of no run that the ledger"),
+    "a run too many": (_relabelled('"replica": 0', '"replica": 99'), "must be of a run in the ledger"),
     "twice": (
         lambda f: (f / RUN_LEDGER_FILE).write_text((f / RUN_LEDGER_FILE).read_text() * 2),
-        "does not say which runs",
+        "must state which runs",
     ),
-    "no line": (lambda f: (f / RUN_LEDGER_FILE).write_text("{\n"), "is not the ledger"),
+    "no line": (lambda f: (f / RUN_LEDGER_FILE).write_text("{\n"), "must be the ledger"),
 }
 
 

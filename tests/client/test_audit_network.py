@@ -192,7 +192,7 @@ def test_coins_come_from_entropy_unless_a_test_gives_a_seed(
     runs = 2 * audited.runs
     for name, more in (("drawn", {}), ("seeded", {"seeded": True})):
         ending(monkeypatch, "finished", "", whole=runs)
-        with pytest.raises(CaptureError, match="no run was overheard"):
+        with pytest.raises(CaptureError, match="needs a capture, and there is none"):
             audit_on_network(audited, report_progress=ignore_progress, folder=tmp_path / name, **more)
     assert revealed(tmp_path / "seeded") == draw_seeded_coins(audited).tolist()
     drawn = revealed(tmp_path / "drawn")
@@ -205,7 +205,7 @@ def test_records_and_coins_are_their_users_alone(
     ending(monkeypatch, "finished", "", whole=2 * RUNS)
     before = os.umask(0o022)
     try:
-        with pytest.raises(CaptureError, match="no run was overheard"):
+        with pytest.raises(CaptureError, match="needs a capture, and there is none"):
             audit_on_network(ASKED.plan(prepared), report_progress=ignore_progress, folder=tmp_path)
     finally:
         os.umask(before)
@@ -227,7 +227,7 @@ def test_a_run_that_fails_is_an_outcome_and_the_others_follow(
         return Outcome(f"run-{replica}", state, "why", 1.0, (), (), None, ())
 
     monkeypatch.setattr(audit_network, "run_on_services", run_on)
-    with pytest.raises(CaptureError, match="no run was overheard"):
+    with pytest.raises(CaptureError, match="needs a capture, and there is none"):
         audit_on_network(ASKED.plan(prepared), report_progress=ignore_progress, folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "captures" / "runs.jsonl").read_text().splitlines()]
     ends = [line["outcome"] for line in lines if "outcome" in line]
@@ -244,7 +244,7 @@ def test_noise_that_can_be_repeated_stands_in_the_ledger(
         return Outcome(f"run-{replica}", "finished", "", 1.0, statuses, (), None, ())
 
     monkeypatch.setattr(audit_network, "run_on_services", run_on)
-    with pytest.raises(CaptureError, match="no run was overheard"):
+    with pytest.raises(CaptureError, match="needs a capture, and there is none"):
         audit_on_network(ASKED.plan(prepared), report_progress=ignore_progress, folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "captures" / "runs.jsonl").read_text().splitlines()]
     assert [line["replica"] for line in lines if line.get("seeded")] == [2]

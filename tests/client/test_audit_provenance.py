@@ -101,7 +101,7 @@ def test_captures_that_nobody_signed_may_have_been_changed_and_the_audit_says_so
     assert 'class="verdict weak"' in (tmp_path / "audit.html").read_text()
     document = json.loads((tmp_path / "audit.json").read_text())
     assert document["provisos"] == list(done.assumptions) and document["coins"] == "none"
-    assert document["unproven"] == done.unproven_reason
+    assert document["unproven_reason"] == done.unproven_reason
     assert list(document["captures_sha256"]) == ["captures/run-0"] and str(tmp_path) not in json.dumps(document)
 
 
@@ -269,7 +269,7 @@ def test_a_look_at_a_capture_that_is_not_whole_does_not_end_as_one_without_alarm
     assert f"ends before round {ROUNDS - 1}" in watched(early, 2)
     shutil.copy(identities.authority.folder / AUTHORITIES_FILE, tmp_path / AUTHORITIES_FILE)
     signed(tmp_path / "changed", identities, changed=True)
-    assert "  not whole  " in watched(tmp_path / "changed", 2)
+    assert "  incomplete  " in watched(tmp_path / "changed", 2)
 
 
 def test_noise_of_a_seed_is_said_where_it_is_known_and_else_what_is_assumed(tmp_path: Path) -> None:

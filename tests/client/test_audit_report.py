@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from sottovoce_client.auditing.audit import _list_rows as audit_rows
 from sottovoce_client.auditing.audit import _print_rows, print_verdict, report_audit
-from sottovoce_client.auditing.audit import _rows as audit_rows
 from sottovoce_client.auditing.plots import (
-    _allowed,
-    _close_rounds,
-    _expected,
-    _progress,
-    _quantiles,
-    _roc,
+    _compute_allowed_rates,
+    _compute_expected_counts,
+    _compute_progress,
+    _compute_quantiles,
+    _compute_roc,
+    _select_close_rounds,
     find_most_different_number,
 )
 from sottovoce_client.auditing.report import build_audit_page
@@ -175,7 +175,7 @@ def test_who_is_refuted_by_the_noise_of_another_is_that_other_one(done: Audit, t
     report_audit(other, 7, tmp_path, console)
     assert isinstance(console.file, io.StringIO) and console.file.getvalue().startswith("learner-2 REFUTED")
     told = json.loads((tmp_path / "audit.json").read_text())
-    assert (told["learner"], told["about"]) == ("learner-1", "learner-2")
+    assert (told["learner"], told["claim_learner"]) == ("learner-1", "learner-2")
 
 
 def test_losses_by_the_claimed_noise_say_nothing_for_a_claim_that_the_noise_refutes(done: Audit, broken: Audit) -> None:
@@ -340,24 +340,24 @@ def ratios_of(total: list[float], worlds: list[int]) -> RunLosses:
 
 
 def test_roc_by_hand() -> None:
-    false, true = _roc(ratios_of([math.inf, 2.0, 2.0, -1.0, -math.inf], [0, 0, 1, 0, 1]))
+    false, true = _compute_roc(ratios_of([math.inf, 2.0, 2.0, -1.0, -math.inf], [0, 0, 1, 0, 1]))
     assert true.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1, 1])
     assert false.tolist() == pytest.approx([0, 0, 1 / 2, 1 / 2, 1])
 
 
 def test_what_a_claim_allows() -> None:
     at = np.array([0.0, 0.1, 0.5, 1.0])
-    assert _allowed(0.0, at) == pytest.approx(at)
-    assert _allowed(1.0, at) == pytest.approx([0.0, 0.1 * math.e, 1 - 0.5 / math.e, 1.0])
-    assert _allowed(5000.0, at[1:]) == pytest.approx([1.0, 1.0, 1.0])
+    assert _compute_allowed_rates(0.0, at) == pytest.approx(at)
+    assert _compute_allowed_rates(1.0, at) == pytest.approx([0.0, 0.1 * math.e, 1 - 0.5 / math.e, 1.0])
+    assert _compute_allowed_rates(5000.0, at[1:]) == pytest.approx([1.0, 1.0, 1.0])
     # Randomised response on the edge: right with chance e/(1+e).
     chance = math.e / (1 + math.e)
-    assert _allowed(1.0, np.array([1 - chance])) == pytest.approx([chance])
+    assert _compute_allowed_rates(1.0, np.array([1 - chance])) == pytest.approx([chance])
 
 
 def test_expected_bars_add_up_to_what_was_found() -> None:
     totals = np.array([-1.0, 0.0, 2.0, 2.0])
-    first, second = _expected(totals, np.array([-3.0, -0.5, 0.5, 3.0]))
+    first, second = _compute_expected_counts(totals, np.array([-3.0, -0.5, 0.5, 3.0]))
     assert first + second == pytest.approx([1, 1, 2])
     assert first == pytest.approx([1 / (1 + math.e), 0.5, 2 / (1 + math.exp(-2))])
 
@@ -365,7 +365,7 @@ def test_expected_bars_add_up_to_what_was_found() -> None:
 def test_bounds_grow_with_the_runs(broken: Audit) -> None:
     assert broken.run_losses is not None and broken.findings.whole_run_bound is not None
     alpha = broken.findings.whole_run_bound.level
-    at, lower, best = _progress(broken.run_losses, broken.findings.whole_run_bound)
+    at, lower, best = _compute_progress(broken.run_losses, broken.findings.whole_run_bound)
     assert at[-1] == 2 * broken.plan.runs and (np.diff(lower) >= 0).all()
     assert (lower <= best).all() and best[-1] == compute_epsilon_lower_bound(int(at[-1]), int(at[-1]), alpha)
     assert 0.3 * broken.findings.whole_run_bound.value < lower[-1] <= broken.findings.whole_run_bound.value
@@ -373,11 +373,11 @@ def test_bounds_grow_with_the_runs(broken: Audit) -> None:
 
 def test_quantiles_of_laplace_numbers_lie_on_the_diagonal() -> None:
     """The Kolmogorov-Smirnov distance of 10,000 numbers is below 0.025 but for a probability of 1e-5."""
-    should, has = _quantiles(np.random.default_rng(0).laplace(size=10_000))
+    should, has = _compute_quantiles(np.random.default_rng(0).laplace(size=10_000))
     middle = np.abs(should) < 2
     assert middle.sum() > 50 and np.abs(should - has)[middle].max() < 0.4
     assert (np.diff(should) > 0).all()
-    assert _quantiles(np.array([3.0]))[1].tolist() == [3.0]
+    assert _compute_quantiles(np.array([3.0]))[1].tolist() == [3.0]
 
 
 def test_the_number_that_differs_most(done: Audit) -> None:
@@ -386,5 +386,5 @@ def test_the_number_that_differs_most(done: Audit) -> None:
     planted[done.run_worlds == 1, position, 1] += 100.0
     assert find_most_different_number(replace(done, visible_numbers=planted)) == (position, 1)
     assert find_most_different_number(replace(done, visible_numbers=np.zeros_like(done.visible_numbers))) is None
-    near = _close_rounds(done.coupled_runs)
+    near = _select_close_rounds(done.coupled_runs)
     assert done.coupled_runs.largest_shift_round in near and len(near) <= 12

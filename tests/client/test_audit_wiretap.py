@@ -29,7 +29,7 @@ from sottovoce_core.spec import load_spec
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_lab.gallery import write_capture_gallery
 from sottovoce_lab.service_mutants import WIRETAP_MUTANTS, ServiceMutant
-from sottovoce_lab.service_power import SERVICE_BASE_RUN, _made_with, _plan_beside_numbers
+from sottovoce_lab.service_power import SERVICE_BASE_RUN, _collect_runs, _plan_norm_audit
 
 BROKEN = {each.name: each for each in WIRETAP_MUTANTS}
 QUIET = replace(SERVICE_BASE_RUN, epsilon=0.1)
@@ -43,8 +43,8 @@ SURE = 0.9999
 
 def by_wiretap(broken: ServiceMutant) -> tuple[Any, dict[int, float]]:
     """The audit, and how many connections a run of each world has."""
-    plan = _plan_beside_numbers(QUIET, RUNS, 1, SURE)
-    with _made_with(broken, plan, "wiretap") as made:
+    plan = _plan_norm_audit(QUIET, RUNS, 1, SURE)
+    with _collect_runs(broken, plan, "wiretap") as made:
         assert made.is_ciphertext and len(made.complete_captures) == 2 * RUNS
         heard = {
             world: [
@@ -74,8 +74,8 @@ def test_a_connection_more_is_found_by_a_wiretap() -> None:
 @pytest.mark.slow
 def test_a_connection_more_is_not_found_by_a_relay() -> None:
     """Nothing that a relay hears depends on it: a false alarm has probability 0.0001 at most."""
-    plan = _plan_beside_numbers(QUIET, RUNS, 1, SURE)
-    with _made_with(BROKEN["another connection"], plan, "relay") as made:
+    plan = _plan_norm_audit(QUIET, RUNS, 1, SURE)
+    with _collect_runs(BROKEN["another connection"], plan, "relay") as made:
         assert audit_captures(plan, made, ignore_progress).verdict.kind != "refuted"
 
 

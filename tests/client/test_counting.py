@@ -26,7 +26,7 @@ PATIENCE_S = 60.0
 @dataclass(frozen=True)
 class Piece:
     size: int
-    tell: ProgressCallback = discard_progress
+    on_progress: ProgressCallback = discard_progress
 
 
 def as_in_another_process(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:
@@ -44,7 +44,7 @@ def test_what_is_done_of_a_piece_is_told_before_the_piece_is_over(mapper: Any) -
             seen.set()
 
     def work(piece: Piece) -> int:
-        piece.tell(0.5)
+        piece.on_progress(0.5)
         assert piece.size != 10 or seen.wait(PATIENCE_S)
         return piece.size
 
@@ -57,7 +57,7 @@ def test_a_piece_may_tell_when_nobody_counts_any_more() -> None:
     kept: list[ProgressCallback] = []
     list(
         map_with_progress(map, lambda piece: piece.size, lambda done, of: None)(
-            lambda piece: kept.append(piece.tell), [Piece(1)]
+            lambda piece: kept.append(piece.on_progress), [Piece(1)]
         )
     )
     kept[0](0.5)  # as a worker on another machine does
@@ -73,7 +73,7 @@ def test_work_does_not_depend_on_whether_it_can_be_counted(tmp_path: Path, monke
     def tidy(piece: Piece) -> int:
         for each in tmp_path.rglob("done"):
             each.unlink()
-        piece.tell(0.5)
+        piece.on_progress(0.5)
         return piece.size
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -145,7 +145,7 @@ def test_transcripts(folder: Path) -> None:
     told("simulate", "small.yaml", "--out", "o", "--write", "transcript")
     (shown,) = told("transcript", "show", "o")["simulated"]
     assert (shown["field"], shown["rounds"], shown["learners"]) == ("y", 6, 3)
-    rows = told("transcript", "query", "o", "SELECT round, sender, value FROM said ORDER BY ALL")
+    rows = told("transcript", "query", "o", "SELECT round, sender, value FROM broadcasts ORDER BY ALL")
     assert len(rows) == 18
     assert rows[0].keys() == {"round", "sender", "value"}
     assert told("transcript", "query", "o", "SELECT 1 AS one", "--out", "one.parquet") == {"out": "one.parquet"}

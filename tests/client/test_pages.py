@@ -25,9 +25,9 @@ from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.results import Facts, Result, Results
 from sottovoce_core.runs.metrics import Curve, Curves
 from sottovoce_core.runs.run import Run
-from sottovoce_lab.gallery import _gallery_page
+from sottovoce_lab.gallery import _build_gallery_page
 from sottovoce_lab.reconstruction import Reconstruction
-from sottovoce_lab.simulated_attacks import Gallery, MembershipInference, _GuessingRate
+from sottovoce_lab.simulated_attacks import Gallery, MembershipInference, _GuessSummary
 from tests.claims import SETUPS
 from tests.client.summaries import learner, summary
 from tests.client.test_report import Page as Parsed
@@ -75,10 +75,10 @@ def of_a_gallery(name: str) -> Page:
     rebuilt = Reconstruction(pictures, pictures, 0.1, 0.9, 0.0, math.nan, 7)
     attacked = {name: rebuilt, f"{name} again": rebuilt}
     rates = np.array([0.0, 0.5, 1.0])
-    guessed = _GuessingRate(runs=10, correct=6, low=0.3, high=0.8, bound=0.0, detections=rates, false_alarms=rates)
+    guessed = _GuessSummary(runs=10, correct=6, low=0.3, high=0.8, bound=0.0, detections=rates, false_alarms=rates)
     guesses = MembershipInference(name, name, name, 1.0, True, guessed)
     attacks = {"linear": attacked, "network": {}, "gossip": attacked, "capture": attacked}
-    return _gallery_page(Gallery(attacks, (guesses,), name))
+    return _build_gallery_page(Gallery(attacks, (guesses,), name))
 
 
 def of_a_comparison(name: str) -> Page:

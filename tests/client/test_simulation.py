@@ -255,7 +255,7 @@ def test_whoever_needs_what_was_left_out_says_how_to_get_it(spec: Path, tmp_path
     ran(spec, "--out", tmp_path / "o", "--write", "noise")
     for words, needed in (
         (["transcript", "show"], "simulate --write transcript"),
-        (["transcript", "query", "SELECT * FROM said"], "simulate --write transcript"),
+        (["transcript", "query", "SELECT * FROM broadcasts"], "simulate --write transcript"),
         (["models", "export", "--out", tmp_path / "m.npz"], "simulate --write models"),
         (["plot", "--out", tmp_path / "p"], "simulate --write metrics"),
         (["audit", "--captures"], f"sottovoce audit {tmp_path / 'o'}/spec.yaml"),

@@ -57,7 +57,7 @@ def test_messages_are_the_records_and_said_is_what_they_mean(tmp_path: Path) -> 
     ]
     rows = asked(
         tmp_path,
-        "SELECT run, world, replica, round, sender, field, value[1], len(value) FROM said ORDER BY round, sender",
+        "SELECT run, world, replica, round, sender, field, value[1], len(value) FROM broadcasts ORDER BY round, sender",
     )
     assert rows == [["run-1", "1", "3", str(t), str(i), "y", f"{t}.0", "3"] for t in range(4) for i in range(2)]
 
@@ -65,7 +65,7 @@ def test_messages_are_the_records_and_said_is_what_they_mean(tmp_path: Path) -> 
 def test_a_message_that_many_heard_was_said_once(tmp_path: Path) -> None:
     rows = [row(frame(0, 0), 0, j) for j in (1, 2, 3)] + [row(frame(0, 0, 9.0), 0, 4), row(b"\xff", 0, 1)]
     capture(tmp_path, rows)
-    assert asked(tmp_path, "SELECT value[1] FROM said ORDER BY ALL") == [["0.0"], ["9.0"]]
+    assert asked(tmp_path, "SELECT value[1] FROM broadcasts ORDER BY ALL") == [["0.0"], ["9.0"]]
     assert asked(tmp_path, "SELECT count(*) FROM messages") == [["5"]]
 
 
@@ -73,7 +73,7 @@ def test_fields_of_all_shapes(tmp_path: Path) -> None:
     message = Message({"h": np.arange(4.0).reshape(2, 2), "none": np.empty(0), "w": np.array([0.5])})
     rows = [row(encode_round(t, 0, message)) for t in (7, 2**63)] + [row(frame(3, 0))]  # the last one has other fields
     capture(tmp_path / "known", rows, fields={"h": (2, 2), "none": (0,), "w": (1,)})
-    question = "SELECT round, field, len(value) FROM said ORDER BY ALL"
+    question = "SELECT round, field, len(value) FROM broadcasts ORDER BY ALL"
     assert asked(tmp_path / "known", question) == [["7", "h", "4"], ["7", "none", "0"], ["7", "w", "1"]]
     capture(tmp_path / "unknown", rows, fields={})
     assert asked(tmp_path / "unknown", question) == []
@@ -88,10 +88,10 @@ def test_many_captures_and_simulations_are_one_table(tmp_path: Path) -> None:
     with TranscriptWriter(tmp_path / "simulated" / "transcript.parquet", "sim") as writer:
         for step in simulate_rounds(run, made_up(run.spec), SeededNoise(0), 2):
             writer.write(step.t, "y", step.message["y"])
-    counts = asked(tmp_path, "SELECT run, world, count(*) FROM said GROUP BY ALL ORDER BY ALL")
+    counts = asked(tmp_path, "SELECT run, world, count(*) FROM broadcasts GROUP BY ALL ORDER BY ALL")
     assert counts == [["run-1", "0", "8"], ["run-1", "1", "8"], ["sim", "0", "18"]]
-    assert asked(tmp_path / "simulated" / "transcript.parquet", "SELECT count(*) FROM said") == [["18"]]
-    with pytest.raises(SpecError, match="only what was simulated"):
+    assert asked(tmp_path / "simulated" / "transcript.parquet", "SELECT count(*) FROM broadcasts") == [["18"]]
+    with pytest.raises(SpecError, match="there are only simulated transcripts"):
         asked(tmp_path / "simulated", "SELECT * FROM messages")
     assert "sim" in shown(tmp_path / "simulated")
     listed = shown(tmp_path / "runs")
@@ -102,8 +102,8 @@ def test_what_was_said_again_is_marked(tmp_path: Path) -> None:
     spec = json.dumps(small_run(4, 2, topology={"graph": "path"}).spec.model_dump(mode="json"))
     rows = [*conversation(4), row(frame(3, 0), 0, 1, stream=2)]
     capture(tmp_path / "new", rows, spec=spec, n_features=3)
-    assert asked(tmp_path, "SELECT count(*), count(*) FILTER (again) FROM messages") == [["9", "1"]]
-    assert "9 messages (1 of them said again), " in shown(tmp_path / "new")
+    assert asked(tmp_path, "SELECT count(*), count(*) FILTER (is_repeat) FROM messages") == [["9", "1"]]
+    assert "9 messages (1 of them repeated), " in shown(tmp_path / "new")
 
 
 def test_a_capture_anywhere(tmp_path: Path) -> None:
@@ -113,11 +113,11 @@ def test_a_capture_anywhere(tmp_path: Path) -> None:
 
 
 def test_nothing_there_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="has neither captures nor"):
+    with pytest.raises(CaptureError, match="must have captures or"):
         find_transcripts(str(tmp_path))
     (tmp_path / "transcript.parquet").write_text("no parquet")
     with pytest.raises(CaptureError, match=r"transcript\.parquet"):
-        asked(tmp_path, "SELECT * FROM said")
+        asked(tmp_path, "SELECT * FROM broadcasts")
 
 
 # ---- a query gets nowhere else ---------------------------------------------------------------------------------------
@@ -130,19 +130,19 @@ OUTSIDE = [
     "SELECT * FROM glob('{folder}/*')",
     "SELECT * FROM sniff_csv('{secret}')",
     "COPY (SELECT 1) TO '{folder}/out.csv'",
-    "COPY said TO '{folder}/out.csv'",
+    "COPY broadcasts TO '{folder}/out.csv'",
     "ATTACH '{folder}/other.db'",
     "INSTALL httpfs",
     "LOAD httpfs",
     "SET enable_external_access = true",
     "PRAGMA database_list",
     "CREATE TABLE t AS SELECT 1",
-    "INSERT INTO said SELECT * FROM said",
-    "DROP TABLE said",
+    "INSERT INTO broadcasts SELECT * FROM broadcasts",
+    "DROP TABLE broadcasts",
     "EXPORT DATABASE '{folder}/all'",
     "SELECT 1; SELECT 2",
-    "SELECT 1; COPY said TO '{folder}/out.csv'",
-    "SELEC said",
+    "SELECT 1; COPY broadcasts TO '{folder}/out.csv'",
+    "SELEC broadcasts",
     "",
 ]
 
@@ -164,7 +164,7 @@ def test_the_database_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "t"))
     (tmp_path / "t").mkdir()
     capture(tmp_path / "cap")
-    asked(tmp_path / "cap", "SELECT 1 FROM said")
+    asked(tmp_path / "cap", "SELECT 1 FROM broadcasts")
     assert list((tmp_path / "t").iterdir()) == []
 
 
@@ -203,13 +203,13 @@ def test_an_answer_replaces_no_file_and_leaves_none_by_half(tmp_path: Path) -> N
 def test_a_capture_is_shown(tmp_path: Path) -> None:
     rows = [each for each in conversation(6) if each.payload != frame(3, 1)]
     greetings = [row(hello(i), i, 1 - i, kind="hello") for i in range(2)]
-    text = shown(capture(tmp_path, [*greetings, *rows, row(b"\xff", 1, 0)]), sender=1, first=2)
+    text = shown(capture(tmp_path, [*greetings, *rows, row(b"\xff", 1, 0)]), sender=1, max_messages=2)
     lines = [line.split() for line in text.splitlines()]
     ends = ["learner", "0", "learner", "1"]
     assert [*ends, "6", "252", "bytes", "42", "1", "0–5", "0"] in [line for line in lines if line[:4] == ends]
     back = ["learner", "1", "learner", "0"]
     assert next(line for line in lines if line[:4] == back)[-2:] == ["0–5", "1"]  # one round is missing
-    assert "what learner 1 said first" in text
+    assert "values of learner 1" in text
     assert "12 messages" in text and "; 2 hello" in text
     assert "1 message cannot be decoded" in text
     assert "█" in text
@@ -231,7 +231,7 @@ def test_learners_are_shown_by_their_names(tmp_path: Path) -> None:
     spec = json.dumps(small_run(4, ["Krankenhaus Süd", "north"]).spec.model_dump(mode="json"))
     place = capture(tmp_path, [row(frame(0, 0), 0, 1), row(frame(0, 1), 1, 0)], spec=spec, n_features=3)
     text = " ".join(shown(place, sender="north").split())
-    assert "what north said first" in text
+    assert "values of north" in text
     assert "Krankenhaus Süd north 1" in text
     with pytest.raises(SpecError, match="--sender must be one of Krankenhaus Süd, north, or an index, got 'south'"):
         shown(place, sender="south")
@@ -251,7 +251,13 @@ def test_nothing_said_can_paint_the_terminal(tmp_path: Path) -> None:
     noticed = [{"text": evil}]
     path.write_text(
         json.dumps(
-            {**facts, "run_id": evil, "spec": {"algorithm": {"name": evil}}, "detections": noticed, "detection_count": 1}
+            {
+                **facts,
+                "run_id": evil,
+                "spec": {"algorithm": {"name": evil}},
+                "detections": noticed,
+                "detection_count": 1,
+            }
         )
     )
     text = shown(tmp_path)
@@ -271,7 +277,7 @@ def test_a_capture_that_was_closed_and_has_gaps_says_so(tmp_path: Path) -> None:
 
     asyncio.run(made())
     text = shown(tmp_path / "one")
-    assert "not whole: 1 gap where nobody listened" in " ".join(text.split()) and "cut short" not in text
+    assert "incomplete: 1 gap in the recording" in " ".join(text.split()) and "cut short" not in text
 
 
 def test_an_empty_capture_is_shown(tmp_path: Path) -> None:

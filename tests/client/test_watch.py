@@ -28,8 +28,8 @@ from rich.console import Console
 from sottovoce_client.watching import watch as watching
 from sottovoce_client.watching.canary_files import CommitmentError, _save, insert_canaries, load_canaries
 from sottovoce_client.watching.capture_sources import CaptureSource, FolderSource, open_eavesdropper_source
-from sottovoce_client.watching.display import Gauges, WatchDisplay, WatchStatus, _power
-from sottovoce_client.watching.watch import WatchRequest, _Watching, open_source, watch
+from sottovoce_client.watching.display import Gauges, WatchDisplay, WatchStatus, _format_e_value
+from sottovoce_client.watching.watch import WatchRequest, _CaptureWatch, open_source, watch
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.errors import CaptureError, SottovoceError, SpecError
 from sottovoce_core.experiment import PreparedRun, prepare
@@ -130,16 +130,16 @@ def test_code_that_a_capture_names_is_imported_only_where_allowed(
     )
     source: Any = SimpleNamespace()
     with pytest.raises(SpecError, match="--allow-imports"):
-        _Watching(source, WatchRequest(), prepare, None, asyncio.Event())._begin(capture)
+        _CaptureWatch(source, WatchRequest(), prepare, None, asyncio.Event())._start(capture)
     assert "named_by_a_capture" not in sys.modules
     with pytest.raises(SpecError, match="must be a subclass"):
-        _Watching(source, WatchRequest(allow_imports=True), prepare, None, asyncio.Event())._begin(capture)
+        _CaptureWatch(source, WatchRequest(allow_imports=True), prepare, None, asyncio.Event())._start(capture)
     assert sys.modules.pop("named_by_a_capture").Spec is None
 
 
 def test_watching_on_after_an_alarm(folder: Path) -> None:
     with structlog.testing.capture_logs() as logs:
-        code, out = watched(capture_in(folder), keep_going=True, canaries=folder / "canaries.json")
+        code, out = watched(capture_in(folder), keep_going=True, canary_file=folder / "canaries.json")
     assert code == 1
     assert f"round {ROUNDS}/{ROUNDS}" in out
     assert [(entry["log_level"], entry["learner"]) for entry in logs if not entry["change"]] == [("error", "bob")]
@@ -147,7 +147,7 @@ def test_watching_on_after_an_alarm(folder: Path) -> None:
 
 def test_others_than_the_broken_one_are_fine(folder: Path) -> None:
     """But with probability 0.001. And only those that are asked for are shown."""
-    code, out = watched(folder, learners=("ann", "eve"), once=True, canaries=folder / "canaries.json")
+    code, out = watched(folder, learners=("ann", "eve"), once=True, canary_file=folder / "canaries.json")
     assert code == 0
     assert "ann" in out and "eve" in out and "bob" not in out
     assert "No alarm in 30 rounds. A false one had a chance of at most 0.1 %." in out
@@ -155,7 +155,7 @@ def test_others_than_the_broken_one_are_fine(folder: Path) -> None:
 
 def test_what_cannot_be_watched_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="--learner must be one of ann, bob, eve, got mallory"):
-        watched(folder, learners=("mallory",), once=True, canaries=folder / "canaries.json")
+        watched(folder, learners=("mallory",), once=True, canary_file=folder / "canaries.json")
     with pytest.raises(SpecError, match=r"must be in \(0, 1\), got 1"):
         watched(folder, alpha=1.0)
     with pytest.raises(CaptureError, match="there is none"):
@@ -203,11 +203,11 @@ def test_files_that_have_no_keys_are_refused(folder: Path, tmp_path: Path) -> No
     kept = tmp_path / "keys.npz"
     kept.write_bytes(b"nothing")
     with pytest.raises(CaptureError, match="cannot read the keys"):
-        watched(folder, canaries=folder / "canaries.json", keys=kept)
+        watched(folder, canary_file=folder / "canaries.json", noise_history_file=kept)
     for table in (np.zeros((3, 4), dtype=np.int64), np.zeros((2, 4)), np.full((2, 1), -1)):
         np.savez(kept, runs=np.array(["a run"]), table=table)
         with pytest.raises(CaptureError, match="has no keys"):
-            watched(folder, canaries=folder / "canaries.json", keys=kept)
+            watched(folder, canary_file=folder / "canaries.json", noise_history_file=kept)
 
 
 # ---- canaries --------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_coins_are_committed_to_secret_and_guessed(folder: Path) -> None:
     """A false alarm has probability below 0.001."""
     secret = folder / "canaries.json"
     committed = json.loads((folder / "commitment.json").read_text(encoding="utf-8"))
-    code, out = watched(folder, canaries=secret, once=True, learners=("ann", "eve"))
+    code, out = watched(folder, canary_file=secret, once=True, learners=("ann", "eve"))
 
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     assert (committed["canaries"], len(committed["sha256"])) == (20, 64)
@@ -235,7 +235,7 @@ def test_other_canaries_than_those_committed_to_are_refused(folder: Path, tmp_pa
     with pytest.raises(CommitmentError, match="to which the run committed"):
         load_canaries(tmp_path / "canaries.json", digest)
     with pytest.raises(CommitmentError):
-        watched(folder, canaries=tmp_path / "canaries.json", commitment=digest, once=True)
+        watched(folder, canary_file=tmp_path / "canaries.json", commitment=digest, once=True)
 
 
 def test_canaries_of_another_run_are_refused(folder: Path) -> None:
@@ -314,7 +314,7 @@ def test_a_folder_that_is_not_there_is_waited_for(tmp_path: Path) -> None:
 def test_the_alarm_comes_while_the_run_goes_on(folder: Path, tmp_path: Path) -> None:
     source = Growing(capture_in(folder), tmp_path, 10)
     with structlog.testing.capture_logs() as logs:
-        code, _ = followed(nullcontext(source), canaries=folder / "canaries.json")
+        code, _ = followed(nullcontext(source), canary_file=folder / "canaries.json")
     assert code == 1 and source.looks < 2 + 10
     assert {entry["round"] for entry in logs} == {BROKEN_ROUND}
 
@@ -328,7 +328,7 @@ def test_whoever_interrupts_gets_a_summary(folder: Path, tmp_path: Path) -> None
             return await super().fetch_latest()
 
     source = Interrupting(capture_in(folder), tmp_path, 10)
-    code, out = followed(nullcontext(source), learners=("ann",), canaries=folder / "canaries.json")
+    code, out = followed(nullcontext(source), learners=("ann",), canary_file=folder / "canaries.json")
     assert code == 130
     assert "watched  interrupted" in out
     assert "No alarm in" in out
@@ -346,9 +346,9 @@ def test_a_capture_that_ends_early_says_who_is_missing(folder: Path, tmp_path: P
     of_eve = pc.and_(pc.equal(table.column("sender"), 2), pc.equal(table.column("kind"), "message"))
     kept = np.flatnonzero(~(np.asarray(of_eve) & (np.cumsum(np.asarray(of_eve)) > 20)))
     parquet.write_table(table.take(kept), part)
-    code, out = watched(tmp_path / "cut", learners=("eve",), canaries=folder / "canaries.json")
+    code, out = watched(tmp_path / "cut", learners=("eve",), canary_file=folder / "canaries.json")
     assert rows > 20 and code == 0
-    assert f"The capture ends before round 10 of {ROUNDS}: eve not overheard in it." in out
+    assert f"The capture ends before round 10 of {ROUNDS}: it has no messages of eve." in out
 
 
 def test_the_newest_capture_of_a_folder_is_found(folder: Path) -> None:
@@ -378,7 +378,7 @@ def a_sight(alarm: Alarm | None = None) -> WatchStatus:
     ("e", "text"), [(-50.0, "2e−22"), (0.0, "1"), (7.0, "1,100"), (29.93, "1e13"), (13.7, "9e5"), (np.inf, "∞")]
 )
 def test_e_values_as_people_read_them(e: float, text: str) -> None:
-    assert _power(e) == text
+    assert _format_e_value(e) == text
 
 
 def test_the_panel_fits_a_terminal_and_logs_go_beside_it() -> None:

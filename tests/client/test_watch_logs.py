@@ -153,7 +153,7 @@ def test_of_live_records_each_stands_in_one_round(run: tuple[Path, str, dict[str
 def test_a_run_of_live_records_is_watched(run: tuple[Path, str, dict[str, list[int]]]) -> None:
     """A false alarm has a chance of 0.001."""
     folder, *_ = run
-    code, said = followed(folder, logs=(folder / "journals",))
+    code, said = followed(folder, state_folders=(folder / "journals",))
     assert code == 0 and "No alarm in" in said and "18,014" not in said
     assert all(name in said for name in NAMES)
 
@@ -167,12 +167,12 @@ def test_a_look_at_a_live_run_that_was_stopped_before_its_end_is_no_look_at_a_da
     facts = json.loads((capture / "capture.json").read_text(encoding="utf-8"))
     facts["spec"]["rounds"] = 5000
     (tmp_path / "heard" / "capture.json").write_text(json.dumps(facts), encoding="utf-8")
-    code, said = followed(tmp_path / "heard", logs=(folder / "journals",), once=True)
+    code, said = followed(tmp_path / "heard", state_folders=(folder / "journals",), once=True)
     assert code == 0 and "no alarm" in said and "of 5000: " in said
     facts["messages"] += 1
     (tmp_path / "heard" / "capture.json").write_text(json.dumps(facts), encoding="utf-8")
-    code, said = followed(tmp_path / "heard", logs=(folder / "journals",), once=True)
-    assert code == 2 and "not whole" in said and "parts are missing" in said
+    code, said = followed(tmp_path / "heard", state_folders=(folder / "journals",), once=True)
+    assert code == 2 and "incomplete" in said and "parts are missing" in said
 
 
 @pytest.mark.slow
@@ -193,9 +193,9 @@ async def test_a_watch_waits_for_logs_that_are_behind(tmp_path: Path) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({}, "records of a live run stand in the logs of its learners"),
-    ({"logs": (Path("nowhere"),)}, "--state must name state folders with the log of one of its learners"),
-    ({"canaries": Path("c.json")}, "canaries stand in the records of the spec's data source"),
+    ({}, "records of a live run are only in the write-ahead logs of its learners"),
+    ({"state_folders": (Path("nowhere"),)}, "--state must name state folders with the log of one of its learners"),
+    ({"canary_file": Path("c.json")}, "canaries are in the records of the spec's data source"),
     ({"learners": ("ann", "zoe")}, "--state must name state folders with the log of ann and of zoe"),
 ]
 
@@ -205,25 +205,25 @@ def test_what_cannot_be_watched_is_said(
     run: tuple[Path, str, dict[str, list[int]]], question: dict[str, Any], text: str
 ) -> None:
     folder, *_ = run
-    if question and "logs" not in question:
-        question = {**question, "logs": (folder / "journals",)}
+    if question and "state_folders" not in question:
+        question = {**question, "state_folders": (folder / "journals",)}
     with pytest.raises(SottovoceError, match=text):
         followed(folder, **question)
 
 
 def test_a_run_that_nobody_records_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text("name: wards\nrounds: null\n")
-    with pytest.raises(CaptureError, match=r"is of a run that nobody records: its spec must have `capture: relay`"):
-        followed(tmp_path, logs=(tmp_path,))
+    with pytest.raises(CaptureError, match=r"must be captured, and is not: its spec needs `capture: relay`"):
+        followed(tmp_path, state_folders=(tmp_path,))
     for text in ("capture: relay", "capture: mirror", "[", "7"):
         (tmp_path / "spec.yaml").write_text(text)
-        with pytest.raises(CaptureError, match="there is no capture to watch"):
+        with pytest.raises(CaptureError, match="--once needs a capture, and there is none"):
             followed(tmp_path, once=True)
 
 
 def test_who_is_not_watched_is_said(run: tuple[Path, str, dict[str, list[int]]]) -> None:
     folder, *_ = run
-    code, said = followed(folder, logs=(folder / "journals",), learners=("ben",))
+    code, said = followed(folder, state_folders=(folder / "journals",), learners=("ben",))
     assert code == 0 and "Not watched: ann, cleo." in said
 
 
@@ -251,8 +251,8 @@ def test_a_log_that_was_changed_ends_there(run: tuple[Path, str, dict[str, list[
     cut = LoggedRecords(tmp_path, "ann", run_id, live_spec(), 3)
     cut.refresh()
     assert 0 < cut.known_rounds < whole.known_rounds
-    code, said = followed(folder, learners=("ann",), logs=(tmp_path,))
-    assert code == 0 and f"The logs do not say what was learned in round {cut.known_rounds}" in said
+    code, said = followed(folder, learners=("ann",), state_folders=(tmp_path,))
+    assert code == 0 and f"The logs end before the records of round {cut.known_rounds}" in said
     with pytest.raises(KeyError):
         cut.batch(cut.known_rounds)
 

@@ -482,7 +482,9 @@ def test_numbers_that_are_rounded_to_more_than_the_noise_are_not_tested() -> Non
 
 
 def test_noise_of_a_field_that_there_is_not() -> None:
-    with pytest.raises(SpecError, match="--noise-distribution must name decoded fields, got 'totals': choose from total"):
+    with pytest.raises(
+        SpecError, match="--noise-distribution must name decoded fields, got 'totals': choose from total"
+    ):
         check_noise(
             conversations(noised, 8),
             {"totals": FREE},

@@ -20,21 +20,21 @@ from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import parse_spec
 from sottovoce_lab.reconstruction import (
     Reconstruction,
-    _added,
-    _as_pictures,
+    _compute_added_gradients,
+    _compute_similarity,
     _fits_better,
-    _read_stream,
-    _recognised,
-    _similarity,
+    _is_recognised,
+    _scale_pictures,
+    _solve_stream,
     reconstruct_records,
 )
 from sottovoce_lab.simulated_attacks import (
-    _from_both,
-    _from_decisions,
-    _from_messages,
     _guess,
     _Pair,
     _roc,
+    _score_both,
+    _score_decisions,
+    _score_messages,
     _simulate_worlds,
 )
 from tests.examples import made_up
@@ -103,8 +103,8 @@ def test_without_noise_on_the_wire_records_are_read_exactly(algorithm: dict[str,
     noise = no_noise if algorithm["name"] == "ldp-dol" else SeededNoise(0)
     heard = overheard(run, data, noise)
     for i, own in enumerate(data.learners):
-        found = _added(run, heard, i)
-        rows, labels = _read_stream(found, run.loss, intercept=True)
+        found = _compute_added_gradients(run, heard, i)
+        rows, labels = _solve_stream(found, run.loss, intercept=True)
         assert len(rows) >= 6
         np.testing.assert_allclose(rows, own.features[: len(rows)], atol=1e-6)
         np.testing.assert_array_equal(labels, own.labels[: len(rows)])
@@ -112,8 +112,8 @@ def test_without_noise_on_the_wire_records_are_read_exactly(algorithm: dict[str,
 
 def test_without_an_intercept_records_are_read_up_to_their_length() -> None:
     run, data = problem({"name": "d-ogd", "step": STEP}, loss={"kind": "logistic"}, data={"intercept": False})
-    rows, labels = _read_stream(
-        _added(run, overheard(run, data, no_noise), 2), run.loss, intercept=False, nonnegative=True
+    rows, labels = _solve_stream(
+        _compute_added_gradients(run, overheard(run, data, no_noise), 2), run.loss, intercept=False, nonnegative=True
     )
     truth, _ = run.loss.enforce_bounds(data.learners[2].features[:8], data.learners[2].labels[:8])
     np.testing.assert_allclose(rows, truth, atol=1e-6)
@@ -162,10 +162,10 @@ def test_less_noise_shows_more() -> None:
 
 def test_of_two_records_the_gradient_tells_which() -> None:
     run, data = problem({"name": "d-ogd", "step": STEP})
-    found = _added(run, overheard(run, data, no_noise), 0)
+    found = _compute_added_gradients(run, overheard(run, data, no_noise), 0)
     own, other = (data.learners[i].batch(0) for i in (0, 1))
-    assert _fits_better(run.loss, found.at[0], found.gradients[0], own, other)
-    assert not _fits_better(run.loss, found.at[0], found.gradients[0], other, own)
+    assert _fits_better(run.loss, found.parameters[0], found.gradients[0], own, other)
+    assert not _fits_better(run.loss, found.parameters[0], found.gradients[0], other, own)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_what_cannot_be_attacked_is_said(algorithm: dict[str, Any], batch: int, 
 def test_one_message_shows_nothing_that_was_added() -> None:
     run, data = problem({"name": "d-ogd", "step": STEP})
     with pytest.raises(SpecError, match="got 1"):
-        _added(run, overheard(run, data, no_noise).truncate(1), 0)
+        _compute_added_gradients(run, overheard(run, data, no_noise).truncate(1), 0)
 
 
 def test_records_of_who_is_away_now_and_then_are_not_rebuilt() -> None:
@@ -205,13 +205,13 @@ def test_records_of_who_is_away_now_and_then_are_not_rebuilt() -> None:
 
 def test_likeness() -> None:
     pool = np.random.default_rng(0).random((40, 64))
-    pictures = _as_pictures(7.0 * pool)
+    pictures = _scale_pictures(7.0 * pool)
     np.testing.assert_allclose(pictures.max(axis=-1), 1.0)
-    assert _similarity(pictures, pictures) == pytest.approx(np.ones(40))
-    assert abs(_similarity(pictures, pictures[::-1]).mean()) < 0.1
-    assert _recognised(pictures, pictures, pictures).all()
-    assert not _recognised(pictures[::-1], pictures, pictures).any()
-    assert (_as_pictures(-pool) == 0.0).all() and _as_pictures(-pool, nonnegative=False).min() == -1.0
+    assert _compute_similarity(pictures, pictures) == pytest.approx(np.ones(40))
+    assert abs(_compute_similarity(pictures, pictures[::-1]).mean()) < 0.1
+    assert _is_recognised(pictures, pictures, pictures).all()
+    assert not _is_recognised(pictures[::-1], pictures, pictures).any()
+    assert (_scale_pictures(-pool) == 0.0).all() and _scale_pictures(-pool, nonnegative=False).min() == -1.0
 
 
 # ---- membership ------------------------------------------------------------------------------------------------------
@@ -232,10 +232,10 @@ def scores(run: Run, data: PlacedData, pair: _Pair, seen: str, runs: int = 2000)
     assert isinstance(algorithm, DualAveraging)
     worlds = _simulate_worlds(run, data, pair, runs, 0)
     if seen == "messages":
-        return [_from_messages(run, world.transcript, pair) for world in worlds]
+        return [_score_messages(run, world.transcript, pair) for world in worlds]
     if seen == "decisions":
-        return [_from_decisions(run, algorithm, world.decisions, pair) for world in worlds]
-    return [_from_both(run, world, pair) for world in worlds]
+        return [_score_decisions(run, algorithm, world.decisions, pair) for world in worlds]
+    return [_score_both(run, world, pair) for world in worlds]
 
 
 @pytest.mark.parametrize("name", ["dpsda-c", "dpsda-ps"])

@@ -17,8 +17,8 @@ from sottovoce_core.auditing.worlds import RunChunk, simulate_runs, spawn_seeds
 from sottovoce_core.noise import NoiseRequest, NoiseSource, SeededNoise, lattice_spacing
 from sottovoce_lab.auditor_evaluation import audit_mutant
 from sottovoce_lab.catalogue import CATALOGUE, QUICK_MUTANTS
-from sottovoce_lab.catalogue.distribution import _shaped
-from sottovoce_lab.catalogue.reuse import _correlated, _repeated
+from sottovoce_lab.catalogue.distribution import _compute_shape_kl
+from sottovoce_lab.catalogue.reuse import _compute_correlation_kl, _estimate_repeats
 from sottovoce_lab.mutants import (
     BASE_RUNS,
     Kind,
@@ -102,7 +102,7 @@ def test_broken_noise_is_on_the_lattice(name: str) -> None:
 
 LAW = [
     *(f"{name} later" for name in ("two rounds", "five rounds", "one learner, two rounds")),
-    *("at another scale", "antithetic", "shifted coordinates", "other way round", "1 % said again"),
+    *("at another scale", "antithetic", "shifted coordinates", "other way round", "1 % repeated"),
     *(f"correlation {rho} with the round before" for rho in ("0.3", "0.1")),
     *("one seed", "clock as seed", "a shifted copy", "a late copy", "a mirrored copy", "correlation 0.1 of two"),
     *("summing to zero", "summing to 0.8 of it", "2^16 seeds", "seconds of a day", "2^20 streams", "restored"),
@@ -238,7 +238,7 @@ def test_few_random_bits_are_few_values() -> None:
 
 
 def test_noise_that_is_said_again() -> None:
-    again = drawn("said again")
+    again = drawn("repeated")
     assert np.array_equal(again[1], again[0]) and np.array_equal(again[3], again[2])
     assert np.array_equal(again[::2], correct()[::2])
     late = drawn("two rounds later")
@@ -260,7 +260,7 @@ def test_noise_that_is_said_again_at_another_scale() -> None:
 
 
 def test_a_share_of_messages_is_said_again() -> None:
-    noise = drawn("1 % said again", 8, (3, 2000, 4))
+    noise = drawn("1 % repeated", 8, (3, 2000, 4))
     again = (noise[1:] == correct(8, (3, 2000, 4))[:-1]).all(axis=-1)
     assert 320 <= again.sum() <= 530  # of 420 on average; fails with probability below 1e-6
 
@@ -365,7 +365,7 @@ def test_scales_and_means_that_follow_the_label() -> None:
     assert after.any() and not after.all()
     assert np.mean(np.abs(noise[after])) == pytest.approx(0.8, rel=0.05)
     assert np.mean(np.abs(noise[~after])) == pytest.approx(1.0, rel=0.05)
-    _, marked = taken_off("label said, 0.1 scales large")
+    _, marked = taken_off("label added, 0.1 scales large")
     assert np.mean(marked[after]) - np.mean(marked[~after]) == pytest.approx(0.2, abs=0.1)
 
 
@@ -410,7 +410,7 @@ def test_a_wrong_centre_moves_what_is_taken_for_noise(name: str) -> None:
     assert moved[0].max() < 1e-9 and moved[1:].max() > 1e-3
 
 
-# ---- beside the numbers ----------------------------------------------------------------------------------------------
+# ---- side channels ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["order", "status", "50 % fail"])
@@ -431,13 +431,13 @@ def test_evidence_in_numbers() -> None:
     """By hand."""
     assert compute_bernoulli_kl(0.5, 0.25) == pytest.approx(0.5 * math.log(4.0 / 3.0))
     assert compute_bernoulli_kl(0.0, 0.5) == pytest.approx(math.log(2.0)) and compute_bernoulli_kl(0.3, 0.3) == 0.0
-    assert compute_scale_kl(0.99) == pytest.approx(0.01**2 / 2.0, rel=0.01) and _correlated(0.1) == pytest.approx(
-        0.005, rel=0.01
-    )
+    assert compute_scale_kl(0.99) == pytest.approx(0.01**2 / 2.0, rel=0.01) and _compute_correlation_kl(
+        0.1
+    ) == pytest.approx(0.005, rel=0.01)
     # Normal of variance 2: E x^2/4 = 1/2 and E |x| = 2/sqrt(pi).
-    normal = _shaped(lambda sizes: np.exp(-(sizes**2) / 4.0) / math.sqrt(math.pi))
+    normal = _compute_shape_kl(lambda sizes: np.exp(-(sizes**2) / 4.0) / math.sqrt(math.pi))
     assert normal == pytest.approx(2.0 / math.sqrt(math.pi) - 0.5 - math.log(math.sqrt(math.pi)), rel=1e-4)
-    assert _shaped(lambda sizes: np.exp(-sizes)) == pytest.approx(0.0, abs=1e-9)
+    assert _compute_shape_kl(lambda sizes: np.exp(-sizes)) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_evidence_in_runs() -> None:
@@ -448,4 +448,4 @@ def test_evidence_in_runs() -> None:
         math.log(10.0) / 0.48
     )  # else none is there to be found
     # 1,000 of 217,147 values: e^(-1000^2/(2 * 217147)) = 0.1 that no two are equal.
-    assert _repeated(217_147.0, lambda run: 10.0)(run, 0.05) == pytest.approx(50.0, rel=1e-5)
+    assert _estimate_repeats(217_147.0, lambda run: 10.0)(run, 0.05) == pytest.approx(50.0, rel=1e-5)

@@ -19,7 +19,7 @@ from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import parse_spec
 from sottovoce_lab import simulated_attacks
-from sottovoce_lab.gallery import MAX_PICTURES_PER_ROW, _png, write_capture_gallery
+from sottovoce_lab.gallery import MAX_PICTURES_PER_ROW, _encode_png, write_capture_gallery
 from tests.services.network import network
 
 for module in ("sklearn", "scipy", "jinja2"):
@@ -47,8 +47,8 @@ def test_the_gallery_is_printed_and_written(tmp_path: Path, no_torch: None) -> N
     assert gossip[-1]["recognised"] < 0.05
     assert document["attacks"]["network"] == []
     *covered, last = document["membership"]
-    assert all(each["epsilon_at_least"] <= each["claim"] for each in covered)
-    assert last["correct"] == last["runs"] == 200 and not last["covered"]
+    assert all(each["epsilon_lower_bound"] <= each["claim"] for each in covered)
+    assert last["correct"] == last["runs"] == 200 and not last["is_covered_by_claim"]
 
     page = (tmp_path / "gallery.html").read_text(encoding="utf-8")
     assert "pip install &#39;.[torch]&#39;" in page and "proves nothing" in page
@@ -59,11 +59,11 @@ def test_the_gallery_is_printed_and_written(tmp_path: Path, no_torch: None) -> N
 
 def test_a_picture_is_a_grey_png() -> None:
     """1 is black, 0 is white; where numbers may be negative, 0 is grey."""
-    data = _png(np.array([[0.0, 1.0, 0.5]]))
+    data = _encode_png(np.array([[0.0, 1.0, 0.5]]))
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and data[16:24] == bytes([0, 0, 0, 3, 0, 0, 0, 1])
     begin = data.index(b"IDAT") + 4
     assert zlib.decompress(data[begin : data.index(b"IEND") - 8]) == bytes([0, 255, 0, 128])
-    signed = _png(np.array([[0.0, 1.0, -1.0]]))
+    signed = _encode_png(np.array([[0.0, 1.0, -1.0]]))
     assert zlib.decompress(signed[signed.index(b"IDAT") + 4 : signed.index(b"IEND") - 8]) == bytes([0, 128, 0, 255])
 
 
@@ -97,10 +97,10 @@ def shown(capture: Path, folder: Path) -> tuple[str, dict[str, Any]]:
 async def test_records_are_read_off_the_real_wire(tmp_path: Path) -> None:
     step = {"kind": "power", "scale": 1.0}
     text, document = shown(await captured(tmp_path, {"name": "d-ogd", "step": step}), tmp_path)
-    assert "nothing is promised" in text
+    assert "no claim" in text
     (figures,) = document["attacks"]["capture"]
     assert figures["records"] == 3 * 4 and figures["mean_squared_error"] < 1e-12 and figures["recognised"] == 1.0
-    assert "5 rounds overheard" in document["source"] and str(tmp_path) not in document["source"]
+    assert "5 rounds captured" in document["source"] and str(tmp_path) not in document["source"]
     modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("gallery.json", "gallery.html")}
     assert set(modes.values()) == {0o600}  # they show records
     assert "What this capture gives away" in (tmp_path / "gallery.html").read_text(encoding="utf-8")
@@ -116,7 +116,7 @@ async def test_noise_on_the_real_wire_hides_pictures(tmp_path: Path) -> None:
 async def test_one_capture_does_not_show_membership(tmp_path: Path) -> None:
     data = {"source": "digits", "partition": "shared"}
     capture = await captured(tmp_path, {"name": "dpsda-c", "sigma": 1.0}, data=data, loss={"kind": "logistic"})
-    with pytest.raises(SpecError, match="membership is guessed over many runs"):
+    with pytest.raises(SpecError, match="membership is guessed over many"):
         shown(capture, tmp_path)
 
 

@@ -19,7 +19,7 @@ from sottovoce_lab.auditor_evaluation import (
     try_mutant,
 )
 from sottovoce_lab.catalogue import QUICK_MUTANTS
-from sottovoce_lab.catalogue.side_channels import _forgetful, _notices, _overspent, _Spoken
+from sottovoce_lab.catalogue.side_channels import _detect, _forget_spent_budget, _list_overspent, _RunMessages
 from sottovoce_lab.mutants import ALGORITHM_RUNS, BASE_RUNS, Fault, Mutant, mutate_noise, scale_noise
 
 BY_NAME = {mutant.name: mutant for mutant in QUICK_MUTANTS}
@@ -48,18 +48,18 @@ def test_draws_know_their_lattice() -> None:
 @pytest.mark.statistics
 @pytest.mark.parametrize(
     "name",
-    ["0.9 of the scale", "raw doubles", "pvp says f", "half the sensitivity", "length"],
+    ["0.9 of the scale", "raw doubles", "pvp sends f", "half the sensitivity", "length"],
 )
 def test_broken_learners_are_caught(name: str) -> None:
     """By the family that should see it. The rest of them: `tests/lab/test_whole.py`."""
     outcome = tried(name)
-    assert outcome.needed is not None and outcome.needed <= outcome.allowed and not outcome.is_missed
+    assert outcome.runs_needed is not None and outcome.runs_needed <= outcome.max_runs and not outcome.is_missed
     assert BY_NAME[name].family in outcome.families and outcome.evidence
 
 
 @pytest.mark.parametrize(
     ("name", "telling"),
-    [("retry", "resent to the same neighbour"), ("two faces", "other bytes than"), ("forgetful", "above the budget")],
+    [("retry", "resent to the same neighbour"), ("equivocation", "other bytes than"), ("forgetful", "above the budget")],
 )
 def test_messages_that_must_never_be_are_noticed(name: str, telling: str) -> None:
     outcome = tried(name)
@@ -68,45 +68,45 @@ def test_messages_that_must_never_be_are_noticed(name: str, telling: str) -> Non
 
 def test_correct_messages_are_not_noticed() -> None:
     plan = planned()
-    said = _Spoken(plan)
+    said = _RunMessages(plan)
     assert len(said.messages) == 16 * 3 * 2
-    broken = _forgetful(said)
+    broken = _forget_spent_budget(said)
     stopped = [each for each in said.messages if each.round < 3]
-    assert _notices(stopped, plan) == {} and len(broken) > len(stopped)
-    assert len(_overspent(said.messages, plan)) == 3  # nobody stops: everybody overspends
-    assert all(each.round < 16 for each in broken) and _overspent(broken, plan)[0].startswith("learner-0")
+    assert _detect(stopped, plan) == {} and len(broken) > len(stopped)
+    assert len(_list_overspent(said.messages, plan)) == 3  # nobody stops: everybody overspends
+    assert all(each.round < 16 for each in broken) and _list_overspent(broken, plan)[0].startswith("learner-0")
 
 
 def test_what_breaks_nothing_is_missed() -> None:
     """Else it would be the tests that are broken. A false alarm: 1/20 for each number of runs; at this seed none."""
     nothing = Mutant("nothing", "all is well", lambda plan: Fault(), "conformance", 100)
     outcome = try_mutant(nothing, BASE_RUNS["dola"].build(), seed=3)
-    assert outcome.is_missed and outcome.needed is None and outcome.families == () and outcome.numbers > 0
+    assert outcome.is_missed and outcome.runs_needed is None and outcome.families == () and outcome.noise_numbers > 0
 
 
 @pytest.mark.parametrize(
     ("name", "base", "why"),
     [
-        ("pvp says f", "dola", "only pvp"),
-        ("dvp, twice zeta", "dola", "only dvp"),
-        ("raw doubles", "pvp", "no lattice"),
-        ("one seed", "dpcda", "one learner only"),
-        ("half the noise", "d-ogd", "draws no noise"),
+        ("pvp sends f", "dola", "must be pvp"),
+        ("dvp, twice zeta", "dola", "must be dvp"),
+        ("raw doubles", "pvp", "must be on a lattice"),
+        ("one seed", "dpcda", "two learners or more"),
+        ("half the noise", "d-ogd", "requests none"),
         ("summed", "dola", "more than one record"),
-        ("not clipped", "pvp", "no gradient"),
-        ("forgetful", "dola", "no privacy.budget"),
-        ("half the sensitivity", "ldp-dol", "may well hold"),
+        ("not clipped", "pvp", "must use gradients"),
+        ("forgetful", "dola", "must have a privacy.budget"),
+        ("half the sensitivity", "ldp-dol", "must show more"),
     ],
 )
 def test_a_mutant_that_does_not_fit_says_why(name: str, base: str, why: str) -> None:
     outcome = tried(name, base)
-    assert why in outcome.unfit and not outcome.is_missed and outcome.needed is None
+    assert why in outcome.inapplicable_reason and not outcome.is_missed and outcome.runs_needed is None
 
 
 def test_a_length_tells_nothing_where_no_gradient_is_ever_zero() -> None:
     """In batches, every feature is in some record."""
     base = replace(BASE_RUNS["ldp-dol, epsilon 1"], batch_size=4)
-    assert "ever zero" in try_mutant(BY_NAME["length"], base.build()).unfit
+    assert "entries that are zero" in try_mutant(BY_NAME["length"], base.build()).inapplicable_reason
 
 
 def test_a_mutant_of_ones_own() -> None:
@@ -136,7 +136,9 @@ def test_false_alarms_are_counted() -> None:
 def test_too_many_false_alarms_are_no_chance() -> None:
     few, many = FalseAlarmCounts("x", 5, 20, 0, 80), FalseAlarmCounts("x", 6, 20, 0, 80)  # chances 0.0026 and 0.00033
     assert not few.is_excessive and many.is_excessive
-    assert not replace(few, alarmed=1).is_excessive and replace(few, alarmed=3).is_excessive  # 0.077 and 0.00008
+    assert (
+        not replace(few, alarmed_runs=1).is_excessive and replace(few, alarmed_runs=3).is_excessive
+    )  # 0.077 and 0.00008
     both = sum_false_alarms([replace(few, families=("black box",)), replace(many, families=("conformance",))])
     assert both == FalseAlarmCounts("x", 11, 40, 0, 160, ("black box", "conformance"))
 
@@ -144,11 +146,11 @@ def test_too_many_false_alarms_are_no_chance() -> None:
 def test_nobody_hears_the_learner_twice() -> None:
     """On a path of two there is one neighbour only, and nobody to tell something else."""
     base = replace(BASE_RUNS["dola"], sections={"learners": 2, "topology": {"graph": "path"}})
-    assert "only one learner hears" in try_mutant(BY_NAME["two faces"], base.build()).unfit
+    assert "must send to two neighbours" in try_mutant(BY_NAME["equivocation"], base.build()).inapplicable_reason
 
 
 def test_a_budget_that_is_enough_cannot_be_forgotten() -> None:
     base = replace(BASE_RUNS["ldp-dol, budget"], sections={"rounds": 4, "privacy": {"budget": 100.0}})
     plan = plan_audit(*base.build(), 0, runs=20)
     with pytest.raises(SpecError, match="whole run"):
-        _forgetful(_Spoken(plan))
+        _forget_spent_budget(_RunMessages(plan))

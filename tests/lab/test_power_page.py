@@ -67,27 +67,27 @@ def measured(monkeypatch: pytest.MonkeyPatch, names: Iterable[str], **more: obje
 def test_what_is_found_is_told_with_how_many_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code, text = measured(monkeypatch, ["raw doubles", "retry"], out=tmp_path / "new")
     rows = [line.split() for line in text.splitlines()]
-    assert code == 0 and "2 of 2 broken learners found" in text
+    assert code == 0 and "2 of 2 mutants found" in text
     assert any(row[-4:] == ["lattice", "5", "<", "1"] or row[-5:] == ["lattice", "5", "<", "1", "1"] for row in rows)
-    assert any(row[-4:] == ["notices", "1", "–", "–"] for row in rows)
+    assert any(row[-4:] == ["detections", "1", "–", "–"] for row in rows)
     document = json.loads((tmp_path / "new" / "power.json").read_text(encoding="utf-8"))
-    assert [each["needed"] for each in document["found"]] == [5, 1]
+    assert [each["runs_needed"] for each in document["found"]] == [5, 1]
     made = (tmp_path / "new" / "power.md").read_text(encoding="utf-8")
     assert (
         "## Lattice and low bits" in made
-        and "| retry | a round said again, fresh noise | notices | 1 | – | – |" in made
+        and "| retry | a round sent again with fresh noise | detections | 1 | – | – |" in made
     )
 
 
 def test_what_gives_too_little_evidence_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """At this seed it is no false alarm; one has probability 1 %."""
     code, text = measured(monkeypatch, [], mutants=["tests.lab.test_power_page:FAINT"])
-    assert code == 0 and "> 10" in text and "0 of 1 broken learners found; the others give too little evidence" in text
+    assert code == 0 and "> 10" in text and "0 of 1 mutants found; the others give too little evidence" in text
 
 
 def test_what_is_missed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = PowerMeasurement("lost", "", None, int(10 * MIN_EVIDENCE_FACTOR), 2, "dola", limit=10.0)
-    assert lost.is_missed and not replace(lost, most=int(10 * MIN_EVIDENCE_FACTOR) - 1).is_missed
+    lost = PowerMeasurement("lost", "", None, int(10 * MIN_EVIDENCE_FACTOR), 2, "dola", min_runs=10.0)
+    assert lost.is_missed and not replace(lost, max_runs=int(10 * MIN_EVIDENCE_FACTOR) - 1).is_missed
     monkeypatch.setattr(power, "measure_mutant_power", lambda mutant, **more: lost)
     monkeypatch.setattr(power, "CATALOGUE", [FAINT])
     without_services(monkeypatch)
@@ -100,15 +100,15 @@ def test_worlds_in_which_a_break_does_nothing_are_audits_that_miss_it() -> None:
     """With the seed 3 an audit of five runs takes records without zeros, so no message is shorter."""
     found = measure_mutant_power(BY_NAME["length"], audits=1, seed=3, max_runs=5)
 
-    assert (found.needed, found.found_by) == (None, "")
+    assert (found.runs_needed, found.found_by) == (None, "")
 
 
 @pytest.mark.statistics
 def test_the_fewest_runs_with_enough_evidence_are_found() -> None:
     """3 % of scale in numbers of 3 learners, 16 rounds and 16 coordinates: 24.4/0.03^2 of them, so 18 runs of each world."""
     found = measure_mutant_power(BY_NAME["0.97 of the scale"], audits=2, max_runs=100)
-    assert found.needed in {10, 20, 50} and found.found_by == "marginal" and found.limit is not None
-    assert found.limit == pytest.approx(6.53, rel=0.01) and found.needed in POWER_RUN_COUNTS
+    assert found.runs_needed in {10, 20, 50} and found.found_by == "marginal" and found.min_runs is not None
+    assert found.min_runs == pytest.approx(6.53, rel=0.01) and found.runs_needed in POWER_RUN_COUNTS
 
 
 def rows_below(lines: Sequence[str], heading: str) -> list[str]:
@@ -146,22 +146,22 @@ def test_broken_services_have_tables_of_their_own(monkeypatch: pytest.MonkeyPatc
     console = Console(file=io.StringIO(), width=140)
     assert power.measure_power(jobs=1, audits=2, runs=24, out=tmp_path, console=console) == 0
     lines = (tmp_path / "power.md").read_text(encoding="utf-8").splitlines()
-    assert lines.count("| broken service | what is wrong | found by | runs | audits |") == 1
+    assert lines.count("| service | fault | found by | runs | audits |") == 1
     assert "## On real services" not in lines
     assert rows_below(lines, "## Foreign services") == [
         "| six digits | nothing: answers are rounded | – | never | 0 of 1 |",
         "| no noise | the gradient and its loss as they are | values of gradient | 24 | 1 of 1 |",
     ]
     document = json.loads((tmp_path / "power.json").read_text(encoding="utf-8"))
-    assert [each["needed"] for each in document["services"]] == [None, 24]
+    assert [each["runs_needed"] for each in document["services"]] == [None, 24]
     assert isinstance(console.file, io.StringIO)
     text = " ".join(console.file.getvalue().split())
-    assert "1 of 1 broken services; 0 of 1 audits accuse correct ones" in text
+    assert "1 of 1 faulty services; 0 of 1 audits refute correct ones" in text
 
 
 def test_what_a_foreign_service_says_again_is_found() -> None:
-    found = measure_foreign_power(CALLED["said again"], run_counts=(24,), audits=1)
-    assert (found.needed, found.found_by) == (24, "repetition")
+    found = measure_foreign_power(CALLED["repeated"], run_counts=(24,), audits=1)
+    assert (found.runs_needed, found.found_by) == (24, "repetition")
 
 
 @pytest.mark.slow
@@ -172,14 +172,14 @@ def test_what_a_foreign_service_says_again_is_found() -> None:
 def test_a_broken_learner_is_found_on_real_services(name: str, found_by: set[str]) -> None:
     """Half the noise gives 0.19 nats a number, of which 24 runs of each world have 2,304; the rest tells a record every time."""
     found = measure_service_power(RUNNING[name], "relay", run_counts=(24,), audits=1)
-    assert found.needed == 24 and found.found_by in found_by and not found.is_missed
+    assert found.runs_needed == 24 and found.found_by in found_by and not found.is_missed
 
 
 @pytest.mark.slow
 def test_a_correct_learner_is_not_accused_on_real_services() -> None:
     """By construction with probability at most 0.01."""
     found = measure_service_power(RUNNING["correct"], "relay", run_counts=(24,), audits=1)
-    assert (found.correct, found.found, found.audits, found.is_missed) == (True, 0, 1, False)
+    assert (found.correct, found.audits_found, found.audits, found.is_missed) == (True, 0, 1, False)
 
 
 def test_only_the_first_of_each_kind_are_correct() -> None:
@@ -200,7 +200,7 @@ def test_a_broken_service_needs_the_fewest_runs_with_which_enough_audits_find_it
         return "sizes" if runs >= 48 else ""
 
     found = search_run_count(blank(correct=False), found_by, (24, 48, 100), seed=7)
-    assert (found.needed, found.found_by, found.found, found.is_missed) == (48, "sizes", 5, False)
+    assert (found.runs_needed, found.found_by, found.audits_found, found.is_missed) == (48, "sizes", 5, False)
     assert held == [(24, 7), *((48, 7 + k) for k in range(5))]
     assert search_run_count(blank(correct=False), lambda runs, seed: "", (24, 48), seed=0).is_missed
 
@@ -209,11 +209,11 @@ def test_a_broken_service_needs_the_fewest_runs_with_which_enough_audits_find_it
 def test_a_correct_service_is_audited_with_all_runs_and_may_hardly_be_accused(accused: int, missed: bool) -> None:
     """At 99 %, two of five audits accuse it with probability 0.001; two of ten with 0.004, three with 0.0001."""
     found = search_run_count(blank(correct=True), lambda runs, seed: "sizes" if seed < accused else "", (24,), seed=0)
-    assert (found.needed, found.found, found.audits, found.is_missed) == (None, accused, 5, missed)
+    assert (found.runs_needed, found.audits_found, found.audits, found.is_missed) == (None, accused, 5, missed)
 
 
 def test_a_false_alarm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    accused = replace(blank(correct=True), found=5, found_by="sizes")
+    accused = replace(blank(correct=True), audits_found=5, found_by="sizes")
     monkeypatch.setattr(power, "CATALOGUE", [])
     monkeypatch.setattr(power, "NETWORK_MUTANTS", ())
     monkeypatch.setattr(power, "WIRETAP_MUTANTS", ())

@@ -33,7 +33,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def outcome_of(**more: object) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=100)
-    code = selftest.run_self_test(jobs=1, console=console, **{"alarms": 1, **more})  # type: ignore[arg-type]
+    code = selftest.run_self_test(jobs=1, console=console, **{"audits": 1, **more})  # type: ignore[arg-type]
     assert isinstance(console.file, io.StringIO)
     return code, console.file.getvalue()
 
@@ -44,28 +44,28 @@ def test_broken_and_correct_learners_are_told_apart(tmp_path: Path) -> None:
     assert code == 0 and max(map(len, tables)) <= 100 and last.endswith("selftest.json")
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.split()}
     assert rows["summed"][-5:] == ["conformance,", "black", "box", "20", "20"]
-    assert rows["retry"][-3:] == ["notices", "1", "1"]
+    assert rows["retry"][-3:] == ["detections", "1", "1"]
     assert rows["dola"][1:3] == ["1", "0"] and rows["admm"] == ["admm", "no", "claim"]
     assert rows["all"][1:3] == ["2", "0"] and "8" in rows["all"]
-    assert "2 of 2 broken learners caught. 0 of 2 audits of correct learners refuted them" in " ".join(text.split())
+    assert "2 of 2 mutants found. 0 of 2 audits of correct learners refuted them" in " ".join(text.split())
     document = json.loads((tmp_path / "new" / "selftest.json").read_text(encoding="utf-8"))
-    assert [each["needed"] for each in document["broken"]] == [20, 1] and not document["broken"][0]["missed"]
+    assert [each["runs_needed"] for each in document["mutants"]] == [20, 1] and not document["mutants"][0]["missed"]
     assert {each["name"]: each["audits"] for each in document["correct"]} == {"dola": 1, "pd-ftgl": 1, "admm": 0}
 
 
 def test_a_mutant_that_is_missed_fails(capsys: pytest.CaptureFixture[str]) -> None:
     with terminal.reserve_stdout_for_json():
-        code, text = outcome_of(mutants=["tests.lab.test_selftest:NOTHING_WRONG"], alarms=0)
+        code, text = outcome_of(mutants=["tests.lab.test_selftest:NOTHING_WRONG"], audits=0)
     told = json.loads(capsys.readouterr().out)
-    assert told["folder"] is None and [each["missed"] for each in told["broken"]] == [False, False, True]
-    assert code == 1 and "MISSED" in text and "2 of 3 broken learners caught; missed: nothing." in text
+    assert told["folder"] is None and [each["missed"] for each in told["mutants"]] == [False, False, True]
+    assert code == 1 and "MISSED" in text and "2 of 3 mutants found; missed: nothing." in text
 
 
 def test_false_alarms_that_are_no_chance_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        selftest, "_alarms_of", lambda name, seeds: FalseAlarmCounts(name, 4, len(seeds), 0, 4 * len(seeds))
+        selftest, "_measure_base_alarms", lambda name, seeds: FalseAlarmCounts(name, 4, len(seeds), 0, 4 * len(seeds))
     )
-    code, text = outcome_of(alarms=5)
+    code, text = outcome_of(audits=5)
     assert code == 1 and "12 of 15 audits of correct learners refuted them" in " ".join(text.split())
 
 
@@ -73,8 +73,8 @@ def test_a_run_of_ones_own_is_broken() -> None:
     """What does not fit it is listed, and is no failure."""
     prepared = PreparedRun(*BASE_RUNS["dola"].build())
     code, text = outcome_of(prepared=prepared, learner="learner-1")
-    assert code == 0 and "does not fit: no round brings more than one record" in " ".join(text.split())
-    assert "1 of 1 broken learners caught." in text and "pd-ftgl" not in text
+    assert code == 0 and "does not apply: a round must bring more than one record" in " ".join(text.split())
+    assert "1 of 1 mutants found." in text and "pd-ftgl" not in text
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from sottovoce_client.auditing import foreign_audit as auditing
-from sottovoce_client.auditing.foreign_audit import _load_noise, audit_foreign_captures
-from sottovoce_client.auditing.foreign_runs import ForeignRequest, RunGrouping, load_decoder, read_runs
+from sottovoce_client.auditing.foreign_audit import _load_noise_claims, audit_foreign_captures
+from sottovoce_client.auditing.foreign_runs import ForeignRequest, RunBoundary, load_decoder, read_runs
 from sottovoce_client.cli import app
 from sottovoce_core.errors import CaptureError, SpecError, Unavailable
 from sottovoce_eavesdropper import capture_writer
@@ -90,7 +90,7 @@ async def record(example: dict[str, Any], folder: Path, leak: str, runs: int) ->
 
 
 def audited(
-    folder: Path, out: Path, *, decoder: str | None = "decode:decode", run_is: RunGrouping = "connection"
+    folder: Path, out: Path, *, decoder: str | None = "decode:decode", run_is: RunBoundary = "connection"
 ) -> Any:
     console = Console(width=100, record=True, quiet=True)
     code = audit_foreign_captures(ForeignRequest(folder, decoder, run_is, claim=1.0, confidence=0.9999), out, console)
@@ -197,7 +197,10 @@ async def test_a_weak_claim_is_amber_and_a_page_that_fails_loses_no_result(
         ),
         ("total: {distribution: laplace, scale: [8, no]}", "scale must be a number above 0"),
         ("total: {distribution: laplace}", "scale must be a number above 0.*got None"),
-        ("total: {distribution: laplace, scale: 8, mean: 0}", "a noise claim has distribution, scale and centre, got mean"),
+        (
+            "total: {distribution: laplace, scale: 8, mean: 0}",
+            "a noise claim has distribution, scale and centre, got mean",
+        ),
         ("total: {distribution: laplace, scale: 8, centre: {0: 1}}", "centre must be numbers, numbers of each world"),
         ("total: {distribution: laplace, scale: 8, centre: nowhere:mean}", "centre: cannot import 'nowhere:mean'"),
     ],
@@ -206,7 +209,7 @@ def test_a_file_of_noise_claims_that_says_something_else(tmp_path: Path, text: s
     path = tmp_path / "noise.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(SpecError, match=says):
-        _load_noise(path)
+        _load_noise_claims(path)
 
 
 async def test_a_run_may_be_a_stream_and_needs_no_decoder(example: dict[str, Any], tmp_path: Path) -> None:

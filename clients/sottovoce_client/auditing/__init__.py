@@ -1,1 +1,1 @@
-"""`sottovoce audit`: where its runs come from, what is printed and written; and the audit of foreign services."""
+"""`sottovoce audit`: sources of runs, output and files; and the audit of foreign services."""

@@ -1,4 +1,4 @@
-"""`sottovoce audit`: one learner, in two worlds. What was tested, and what may be said of it."""
+"""`sottovoce audit`: audit one learner in two worlds, and report the tests and the verdict."""
 
 from __future__ import annotations
 
@@ -44,31 +44,31 @@ from sottovoce_core.privacy.guarantee import ThreatModel
 
 _COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "no-claim": "yellow"}
 _MIN_TABLE_COLUMNS = 80
-"""Columns of a terminal that the table of an audit needs."""
+"""Minimum width of a terminal, in columns, for the table of an audit."""
 _MAX_SHOWN_EVIDENCE = 6
-"""Pieces of evidence that are told; more are counted."""
+"""Maximum number of printed pieces of evidence; the rest is counted."""
 
 TableRow = tuple[str, str, str, str, str]
-"""Family, what was tested, result, epsilon at least, epsilon claimed."""
+"""Family, subject of the test, result, epsilon at least, epsilon claimed."""
 
 Auditor = Callable[..., Audit]
-"""Makes the runs of an audit, and examines them: takes an `AuditPlan` and `say`, told what is being done."""
+"""Function that makes and examines the runs of an audit; takes an `AuditPlan` and `report_progress`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditRequest:
-    """What is asked.
+    """Options of an audit.
 
     Attributes:
-        learner: its name; None: the one that may spend most.
-        record: row of the learner's record to swap, in all of its uses; None: the swap that shows most.
-        replacement: what for: `mirror`, `label`, `LEARNER:ROW`, or a JSON file with `features` and `label`; under a schema, with
-            the fields of a record.
-        threat: who listens.
-        neighbour: name of the neighbour that listens.
-        runs: of each world.
-        confidence: with which a correct learner is not refuted.
-        seed: of coins and noise.
+        learner: name of the audited learner; None: the one with the largest epsilon.
+        record: row of the learner's record to replace, in all of its uses; None: the worst-case replacement.
+        replacement: the other record: `mirror`, `label`, `LEARNER:ROW`, or a JSON file with `features` and `label`; under a
+            schema, with the fields of a record.
+        threat: threat model.
+        neighbour: name of the neighbour that is the adversary.
+        runs: runs of each world.
+        confidence: probability that a correct learner is not refuted.
+        seed: seed of coins and noise.
     """
 
     learner: str | None = None
@@ -88,22 +88,22 @@ class AuditRequest:
         *,
         is_paired: bool = True,
     ) -> AuditPlan:
-        """The audit that was asked for.
+        """Plan the audit.
 
         Args:
             prepared: the run and its data.
-            worlds: pairs of worlds, where they are known beforehand.
-            counts: runs of each world of every pair, likewise.
-            paired: there are to be runs of both worlds; False: so many of the first one.
+            worlds: pairs of worlds; None: they are chosen.
+            counts: runs of each world of every pair; empty: they are chosen.
+            is_paired: whether there are runs of both worlds; False: `runs` is the number of runs of the first world.
 
         Raises:
-            SpecError: no learner of that name, or too few runs.
-            DataError: there is no such record, or the replacement is none that the loss is defined for.
+            SpecError: No learner has this name, or there are too few runs.
+            DataError: The record does not exist, or the loss is not defined for the replacement.
         """
         spec = prepared.run.spec
         learner = choose_audited_learner(prepared, self.learner) if worlds is None else worlds[0].learner
         if worlds is None and self.record is not None:
-            worlds = [_swap(prepared, learner, self.record, self.replacement)]
+            worlds = [_build_requested_worlds(prepared, learner, self.record, self.replacement)]
         return plan_audit(
             prepared.run,
             prepared.data,
@@ -126,53 +126,53 @@ def run_audit(
     auditor: Auditor,
     console: Console | None = None,
 ) -> int:
-    """Audit a learner, print what was found, and write `audit.json` and `audit.html`.
+    """Audit a learner, print the results, and write `audit.json` and `audit.html`.
 
     Args:
-        folder: where to.
+        folder: folder of the results.
         prepared: the run and its data.
-        asked: what is asked.
-        work: makes the runs and examines them.
+        request: options of the audit.
+        auditor: makes the runs and examines them.
         console: where to print (default: standard output).
 
     Returns:
         The exit code: 1 if the claim is refuted; else 3 if the page could not be made; else 0.
 
     Raises:
-        SpecError: the question does not fit the run, or an extra is not installed.
-        DataError: there is no record to swap.
+        SpecError: The request does not fit the run, or an optional dependency is not installed.
+        DataError: There is no record to replace.
     """
     console = console or terminal.create_console()
     began = time.monotonic()
-    with terminal.show_progress_bar("choosing the swap") as say:
-        done = auditor(request.plan(prepared), say=say)
-    return report_audit(done, request.seed, folder, console, _pace(done, time.monotonic() - began))
+    with terminal.show_progress_bar("choosing the worlds") as report:
+        done = auditor(request.plan(prepared), report_progress=report)
+    return report_audit(done, request.seed, folder, console, _format_pace(done, time.monotonic() - began))
 
 
 def audit_on_simulator(plan: AuditPlan, *, report_progress: ProgressReporter, mapper: Mapper) -> Audit:
-    """An audit of simulated runs, which are counted while the mapper works on shares of them."""
-    doing = ""
+    """Audit simulated runs, and report how many of them are done."""
+    stage = ""
 
-    def begin(what: str) -> None:
-        nonlocal doing
-        doing = what
-        report_progress(what)
+    def begin(name: str) -> None:
+        nonlocal stage
+        stage = name
+        report_progress(name)
 
-    over = map_with_progress(
-        mapper, lambda share: share.runs, lambda done, of: report_progress(doing, done, of, "runs")
+    mapper_with_progress = map_with_progress(
+        mapper, lambda share: share.runs, lambda done, total: report_progress(stage, done, total, "runs")
     )
-    return audit_simulated(plan, mapper=over, on_stage=begin)
+    return audit_simulated(plan, mapper=mapper_with_progress, on_stage=begin)
 
 
-def _pace(done: Audit, seconds: float) -> str:
-    """What was weighed, and how fast."""
+def _format_pace(done: Audit, seconds: float) -> str:
+    """Format the number of runs and noise values, and the speed."""
     runs = 2 * done.plan.total_runs
-    weighed = f"{runs:,} runs and {done.noise_count:,} numbers of noise in {format_duration(seconds)}"
-    return f"{weighed}: {format_number(runs / seconds, 3)} runs, {done.noise_count / seconds:,.0f} numbers a second."
+    examined = f"{runs:,} runs and {done.noise_count:,} numbers of noise in {format_duration(seconds)}"
+    return f"{examined}: {format_number(runs / seconds, 3)} runs, {done.noise_count / seconds:,.0f} numbers a second."
 
 
 def report_audit(done: Audit, seed: int, folder: Path, console: Console, *notes: str) -> int:
-    """Print an audit and write it down; returns the exit code."""
+    """Print an audit and write its files; return the exit code."""
     name = done.plan.run.spec.names[done.plan.worlds.learner]
     write_json(folder / "audit.json", build_audit_document(done, name, seed))
     digest = hashlib.sha256((folder / "audit.json").read_bytes()).hexdigest()
@@ -181,8 +181,8 @@ def report_audit(done: Audit, seed: int, folder: Path, console: Console, *notes:
     print_verdict(
         done.verdict,
         get_verdict_subject(done) or "the run",
-        _rows(done),
-        [*_notes(done, seed), *notes],
+        _list_rows(done),
+        [*_list_notes(done, seed), *notes],
         console,
         done.unproven_reason,
     )
@@ -191,26 +191,26 @@ def report_audit(done: Audit, seed: int, folder: Path, console: Console, *notes:
 
 
 def choose_audited_learner(prepared: PreparedRun, learner: str | None) -> int:
-    """The learner of that name; None: the one with the largest epsilon.
+    """Return the index of a learner by name; None: the one with the largest epsilon.
 
     Raises:
-        SpecError: there is none.
+        SpecError: No learner has this name.
     """
     return prepared.find_worst_case_learner() if learner is None else find_learner_index(prepared.run.spec, learner)
 
 
-def _swap(prepared: PreparedRun, learner: int, row: int, replacement: str) -> Worlds:
-    """The swap of the record that was asked for."""
+def _build_requested_worlds(prepared: PreparedRun, learner: int, row: int, replacement: str) -> Worlds:
+    """Build the two worlds of the requested record and replacement."""
     own = prepared.data.learners[learner]
     if not 0 <= row < len(own.labels):
         raise SpecError(f"--record must be in [0, {len(own.labels)}), the learner's records, got {row}")
-    features, label = _replacement(prepared, learner, row, replacement)
+    features, label = _resolve_replacement(prepared, learner, row, replacement)
     other = {"mirror": "its mirror image", "label": "itself with the other label"}.get(replacement, replacement)
     shared = prepared.run.algorithm.accountant(learner).has_shared_records
     return build_worlds(prepared.data, learner, row, features, label, replacement_name=other, is_shared=shared)
 
 
-def _replacement(prepared: PreparedRun, learner: int, row: int, text: str) -> tuple[Any, float]:
+def _resolve_replacement(prepared: PreparedRun, learner: int, row: int, text: str) -> tuple[Any, float]:
     own = prepared.data.learners[learner]
     if text == "mirror":
         return mirror_record(own.features[row], prepared.run.spec.data.schema), float(own.labels[row])
@@ -220,7 +220,7 @@ def _replacement(prepared: PreparedRun, learner: int, row: int, text: str) -> tu
             raise SpecError("--replacement label needs a second label among the learner's records, and there is none")
         return own.features[row], others[0]
     if text.endswith(".json"):
-        return _from_file(Path(text), prepared)
+        return _load_replacement(Path(text), prepared)
     name, _, number_ = text.rpartition(":")
     if not number_.isdigit():
         raise SpecError(f"--replacement must be mirror, label, LEARNER:ROW or a .json file, got {text}")
@@ -230,43 +230,47 @@ def _replacement(prepared: PreparedRun, learner: int, row: int, text: str) -> tu
     return other.features[int(number_)], float(other.labels[int(number_)])
 
 
-def _require_bounded(prepared: PreparedRun, features: FloatArray, label: float, where: str) -> None:
-    """Refuse a made-up record that the loss would make another one of: it would not be the swap that was asked for.
+def _require_in_bounds(prepared: PreparedRun, features: FloatArray, label: float, source: str) -> None:
+    """Refuse a replacement that the bounds of the loss would change.
 
     Raises:
-        DataError: it is beyond the bounds of the loss.
+        DataError: It is out of the bounds of the loss.
     """
     loss = prepared.run.loss
     if not (np.isfinite(features).all() and np.isfinite(label)) or features.ndim != 1:
-        return  # the worlds say what is wrong with it
+        return  # `Worlds` raises for these
     rows, labels = loss.enforce_bounds(features[None], np.array([label]))
     if not (np.allclose(rows[0], features, rtol=1e-9, atol=0.0) and labels[0] == label):
         raise DataError(
-            f"--replacement {where} is beyond the bounds of the {loss.kind} loss: its features have norm "
-            f"{np.linalg.norm(features):.6g}, where at most {loss.feature_bound:g} is learned, and its label is {label:g}"
+            f"--replacement {source} must be within the bounds of the {loss.kind} loss, got features of norm "
+            f"{np.linalg.norm(features):.6g}, where at most {loss.feature_bound:g} is allowed, and label {label:g}"
         )
 
 
-def _from_file(path: Path, prepared: PreparedRun) -> tuple[FloatArray, float]:
-    """A record that was made up: as it would be placed, or, where the run has a schema, in its fields."""
+def _load_replacement(path: Path, prepared: PreparedRun) -> tuple[FloatArray, float]:
+    """Load a replacement: features as the learner uses them, or, if the run has a schema, its fields."""
     schema = prepared.run.spec.data.schema
-    holds = "features (a list of numbers) and label" if schema is None else "the fields of a record, its label included"
+    content = (
+        "features (a list of numbers) and label" if schema is None else "the fields of a record, its label included"
+    )
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(told, dict):
-            raise TypeError(f"it holds a {type(told).__name__}")
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(document, dict):
+            raise TypeError(f"got {type(document).__name__}")
         if schema is not None:
-            return _by_schema(told, schema, prepared, path)
-        features, label = np.asarray(told["features"], dtype=np.float64), float(told["label"])
+            return _encode_by_schema(document, schema, prepared, path)
+        features, label = np.asarray(document["features"], dtype=np.float64), float(document["label"])
     except (OSError, KeyError, ValueError, TypeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        why = f"it has no {error}" if isinstance(error, KeyError) else why
-        raise SpecError(f"--replacement {path} must hold a JSON object with {holds}: {why}") from None
-    _require_bounded(prepared, features, label, str(path))
+        reason = error.strerror if isinstance(error, OSError) else error
+        reason = f"it has no {error}" if isinstance(error, KeyError) else reason
+        raise SpecError(f"--replacement {path} must hold a JSON object with {content}: {reason}") from None
+    _require_in_bounds(prepared, features, label, str(path))
     return features, label
 
 
-def _by_schema(record: dict[str, Any], schema: Schema, prepared: PreparedRun, path: Path) -> tuple[FloatArray, float]:
+def _encode_by_schema(
+    record: dict[str, Any], schema: Schema, prepared: PreparedRun, path: Path
+) -> tuple[FloatArray, float]:
     spec = prepared.run.spec
     found = Encoder.from_schema(schema, spec.loss, spec.data.positive).encode_records([record])
     if found.refusals:
@@ -277,15 +281,15 @@ def _by_schema(record: dict[str, Any], schema: Schema, prepared: PreparedRun, pa
 def print_verdict(
     verdict: Verdict, name: str, rows: Iterable[TableRow], notes: Iterable[str], console: Console, unproven: str = ""
 ) -> None:
-    """The verdict, what was tested side by side, and what else there is to know.
+    """Print the verdict, the tests as a table, and notes.
 
     Args:
-        verdict: what may be said.
-        name: of whom.
-        rows: what was tested.
-        notes: a line each.
-        console: where to.
-        unproven: as of `Audit`.
+        verdict: the verdict.
+        name: name of the audited learner or service.
+        rows: the tests.
+        notes: one line each.
+        console: where to print.
+        unproven: as `Audit.unproven_reason`.
     """
     doubtful = verdict.is_weak or (unproven and verdict.kind == "consistent")
     doubt = f" ({unproven})" if unproven else ""
@@ -302,13 +306,13 @@ def print_verdict(
 
 
 def _print_rows(rows: Iterable[TableRow], console: Console) -> None:
-    """What families tested and found: a table, or, where that would be cramped, a paragraph each."""
+    """Print the tests as a table, or, on a narrow terminal, as a paragraph each."""
     if console.width < _MIN_TABLE_COLUMNS:
-        for family, what, result, bound, claim in rows:
+        for family, subject, result, bound, claim in rows:
             epsilons = "" if bound == claim == MISSING_VALUE else f"; ε at least {bound}, claimed {claim}"
-            console.print(Text.assemble((family, "bold"), f", {what}: {result}{epsilons}"))
+            console.print(Text.assemble((family, "bold"), f", {subject}: {result}{epsilons}"))
         return
-    table = Table("family", "what was tested", "result", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table = Table("family", "tested", "result", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
     table.add_column("ε at\nleast", justify="right")
     table.add_column("ε\nclaimed", justify="right")
     for row in rows:
@@ -316,14 +320,14 @@ def _print_rows(rows: Iterable[TableRow], console: Console) -> None:
     console.print(table)
 
 
-def _rows(done: Audit) -> Iterator[TableRow]:
+def _list_rows(done: Audit) -> Iterator[TableRow]:
     found = done.findings
     yield format_tests_row(found, "conformance", "the noise is what the algorithm says", "no noise to test")
     if done.run_losses is None:
         yield (
             "likelihood",
             "the loss of every transcript",
-            "not known to this listener",
+            "not known to this adversary",
             MISSING_VALUE,
             format_number(found.claim),
         )
@@ -352,71 +356,71 @@ def _rows(done: Audit) -> Iterator[TableRow]:
 
 
 def format_guess_row(bound: Bound) -> TableRow:
-    """One guesser."""
+    """Format the guesses of one guesser."""
     blind = bound.family == "black box" and not bound.view
-    seen = f"{bound.name}: nothing to look at" if blind else bound.name
+    subject = f"{bound.name}: nothing to look at" if blind else bound.name
     result = f"{bound.correct_guesses:,} of {bound.guesses:,} right" if bound.guesses else "sure of none"
-    return bound.family, seen, result, format_number(bound.value, 3), format_number(bound.claim)
+    return bound.family, subject, result, format_number(bound.value, 3), format_number(bound.claim)
 
 
-def format_tests_row(found: Findings, family: Family, what: str, none: str) -> TableRow:
-    """The tests of a family, by the one that says most against the claim."""
+def format_tests_row(found: Findings, family: Family, subject: str, no_tests: str) -> TableRow:
+    """Format the tests of a family, by the one nearest to refuting the claim."""
     tests = [test for test in found.select_family(family).tests if test.p_value == test.p_value]
     if not tests:
-        return family, what, none, MISSING_VALUE, MISSING_VALUE
+        return family, subject, no_tests, MISSING_VALUE, MISSING_VALUE
     worst = min(tests, key=lambda test: test.p_value / test.level)
     smallest = f"worst of {len(tests)} p-values {format_p_value(worst.p_value)} ({worst.name})"
-    return family, what, f"{smallest}; below {format_number(worst.level, 2)} rejects", MISSING_VALUE, MISSING_VALUE
+    return family, subject, f"{smallest}; below {format_number(worst.level, 2)} rejects", MISSING_VALUE, MISSING_VALUE
 
 
 def format_coins_line(coins: CoinSource, seed: int) -> str:
-    """What chose the world of every run, a sentence; empty: nothing did."""
+    """Describe the source of the coins in a sentence; empty if there were none."""
     if coins == "none":
         return ""
     return f"Coins: {f'seed {seed}' if coins == 'seed' else COIN_SOURCE_NAMES[coins]}."
 
 
-def _notes(done: Audit, seed: int) -> Iterator[str]:
+def _list_notes(done: Audit, seed: int) -> Iterator[str]:
     found, plan = done.findings, done.plan
     paper = float(plan.guarantee.paper_epsilon[-1])
-    heard = plan.adversary.threat.value
+    adversary = plan.adversary.threat.value
     if plan.adversary.neighbour is not None:
-        heard = f"{heard} {plan.run.spec.names[plan.adversary.neighbour]}"
-    swaps = "; ".join(each.worlds.description for each in plan.pairs)
-    yield f"Runs: {done.source}. Worlds: {swaps}. Adjacent: {plan.guarantee.adjacency_description}. Heard: {heard}."
+        adversary = f"{adversary} {plan.run.spec.names[plan.adversary.neighbour]}"
+    worlds = "; ".join(each.worlds.description for each in plan.pairs)
+    yield f"Runs: {done.source}. Worlds: {worlds}. Adjacent: {plan.guarantee.adjacency_description}. Adversary: {adversary}."
     if done.captures and (line := format_coins_line(done.coin_source, seed)):
         yield line
     yield from done.assumptions
     if plan.claim_threat_model is ThreatModel.OUTPUT and plan.adversary.threat is not ThreatModel.OUTPUT:
-        yield "The claim is about published decisions; nothing finite is promised about messages, which were heard here."
-    yield f"Paper's ε {format_number(paper)}, promised ε {format_number(found.claim)}."
+        yield "The claim is about published decisions; there is no finite claim about messages, which are audited here."
+    yield f"Paper's ε {format_number(paper)}, claimed ε {format_number(found.claim)}."
     if done.largest_loss > paper * (1.0 + 1e-9) + 1e-9:
-        yield "A transcript shows more than the paper's ε: see what the algorithm's page says of the paper's claim."
+        yield "A transcript shows more than the paper's ε: see the algorithm's page about the paper's claim."
     if found.detectable_effects and done.verdict.kind in ("consistent", "inconclusive"):
-        yield f"Would have been found, nine times in ten: {'; '.join(each.text for each in found.detectable_effects)}."
+        yield f"Detectable with probability 0.9: {'; '.join(each.text for each in found.detectable_effects)}."
     if not found.has_both_worlds:
         yield "All runs are of one world, so nothing was guessed."
         return
-    most = found.max_provable_epsilon
+    max_provable = found.max_provable_epsilon
     needed = ""
     if 0.0 < found.claim <= 20.0:
         full = compute_needed_runs(found.claim, found.alpha_allocation.compute_level("likelihood", "whole runs"))
         needed = f" If the worlds show all of the claim, {full:,} runs of each show 90 % of it."
-    yield f"At best {plan.runs:,} runs of each world show ε {format_number(most, 3)}.{needed}"
-    if most < found.claim < np.inf:
-        yield _despite(done)
+    yield f"At best {plan.runs:,} runs of each world show ε {format_number(max_provable, 3)}.{needed}"
+    if max_provable < found.claim < np.inf:
+        yield _describe_decisive_tests(done)
 
 
-def _despite(done: Audit) -> str:
-    """What may refute a claim that is beyond all guesses of so many runs: of what was looked at here."""
+def _describe_decisive_tests(done: Audit) -> str:
+    """Name the tests of this audit that may refute a claim above the bound of any number of right guesses."""
     found = done.findings
-    looked = {
+    tests = {
         "exact losses": done.run_losses is not None,
         "single rounds": found.round_bounds is not None,
         "conformance": bool(found.select_family("conformance").tests),
-        "what differs beside the messages": bool(done.varying_counts.keys() - NUMBER_VIEWS.keys()),
+        "side channels": bool(done.varying_counts.keys() - NUMBER_VIEWS.keys()),
     }
-    *others, last = [what for what, here in looked.items() if here] or [""]
+    *others, last = [name for name, is_present in tests.items() if is_present] or [""]
     if not last:
         return "So guesses of whole runs, which are all there is here, cannot refute this claim."
     return f"So guesses of whole runs cannot refute this claim; {', '.join(others)}{' and ' * bool(others)}{last} can."

@@ -1,17 +1,16 @@
-"""The files of an audit beside its captures: the two worlds, and the ledger of the runs that were started.
+"""Files of an audit next to its captures: the two worlds, and the ledger of the started runs.
 
-The ledger of an audit's runs, beside `worlds.json`: which were started, what their coins are, and how they ended.
-
-Lines of JSON, in the order in which things happen; the first is written before the first run:
+The ledger states which runs were started, their coins, and their outcomes. It has lines of JSON, in order of time; the first line
+is written before the first run:
 
     {"format": "sottovoce-runs-1", "commitments": [...]}    to the coin of every planned run: SHA-256 of its world and a nonce
     {"worlds": "..."}                                       SHA-256 of worlds.json, which has that of the first line
     {"replica": 0, "started": true}
-    {"replica": 0, "run_id": "...", "outcome": "finished"}    with "seeded": true where its noise can be repeated
-    {"replica": 0, "world": 1, "nonce": "...", "capture": "..."}    when all runs are over: the coin, and the capture's SHA-256
+    {"replica": 0, "run_id": "...", "outcome": "finished"}    with "seeded": true if its noise can be repeated
+    {"replica": 0, "world": 1, "nonce": "...", "capture": "..."}    after all runs: the coin, and the capture's SHA-256
 
-A coin that was not the one committed to, and a file that was exchanged for another one, are refused. All three could be
-exchanged together: nothing here is signed. Whoever must be convinced notes the SHA-256 of the first line before the runs.
+A coin that differs from its commitment, and a replaced file, are refused. All three could be replaced together, since none is
+signed. An auditor who must be convinced notes the SHA-256 of the first line before the runs.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class _Record(BaseModel, strict=True):
 
 
 class _Pair(BaseModel, strict=True):
-    """Two worlds: which use of a record, or which record in all of its uses, and what it is in either world."""
+    """Two worlds: a use of a record, or a record in all of its uses, and its value in each world."""
 
     what: str
     use: int | None = None
@@ -63,36 +62,38 @@ class _Pair(BaseModel, strict=True):
     second: _Record
 
     @classmethod
-    def of(cls, worlds: Worlds) -> _Pair:
-        """As it is written down."""
-        swapped = np.flatnonzero(worlds.find_differing_uses())
-        use = int(swapped[0])
-        own = {"use": use} if len(swapped) == 1 else {"row": int(worlds.records_0.order[use])}
-        sides = []
+    def from_worlds(cls, worlds: Worlds) -> _Pair:
+        """Convert worlds to their file form."""
+        differing = np.flatnonzero(worlds.find_differing_uses())
+        use = int(differing[0])
+        place = {"use": use} if len(differing) == 1 else {"row": int(worlds.records_0.order[use])}
+        records = []
         for data in (worlds.records_0, worlds.records_1):
             row = data.order[use]
-            sides.append(_Record(features=data.features[row].tolist(), label=float(data.labels[row])))
-        return cls(what=worlds.description, **own, first=sides[0], second=sides[1])
+            records.append(_Record(features=data.features[row].tolist(), label=float(data.labels[row])))
+        return cls(what=worlds.description, **place, first=records[0], second=records[1])
 
-    def worlds(self, learner: int, own: LearnerData, *, shared: bool) -> Worlds:
-        """Among the records of this learner."""
-        swap, index = (own.with_record, self.row) if self.use is None else (own.with_use, self.use)
+    def build_worlds(self, learner: int, own: LearnerData, *, shared: bool) -> Worlds:
+        """Build the worlds from the records of this learner."""
+        replace_record, index = (own.with_record, self.row) if self.use is None else (own.with_use, self.use)
         if index is None:
             raise CaptureError(f"a pair of worlds must have a use or a row: {self.what}")
-        first, second = (swap(index, np.array(each.features), each.label) for each in (self.first, self.second))
+        first, second = (
+            replace_record(index, np.array(each.features), each.label) for each in (self.first, self.second)
+        )
         return Worlds(learner, first, second, self.what, shared)
 
 
 class WorldsFile(BaseModel, strict=True):
-    """`worlds.json`: what the worlds of an audit are.
+    """`worlds.json`: the worlds of an audit.
 
     Attributes:
-        learner: whose record is swapped.
-        pair_of_run: of every planned run, the pair of worlds that it lives in one of; empty where there is one pair.
-        runs: of each world.
-        coins: what chose the world of every run.
-        data: as of `digest`.
-        ledger: SHA-256 of the first line of the ledger of its runs; None: none is kept.
+        learner: learner whose record is replaced.
+        pair_of_run: pair of worlds of every planned run; empty: there is one pair.
+        runs: runs of each world.
+        coins: source of the world of every run.
+        data: digest as of `hash_data`.
+        ledger: SHA-256 of the first line of the ledger of the runs; None: there is no ledger.
     """
 
     format: Literal["sottovoce-worlds-2"] = _FORMAT
@@ -108,27 +109,27 @@ class WorldsFile(BaseModel, strict=True):
     ledger: str | None = None
 
     def find_pair_index(self, replica: int | None) -> int:
-        """Which pair of worlds a run is of.
+        """Return the index of the pair of worlds of a run.
 
         Raises:
-            CaptureError: the file does not say it.
+            CaptureError: The file does not contain it.
         """
         if len(self.pairs) == 1:
             return 0
         found = None if replica is None else dict(enumerate(self.pair_of_run)).get(replica)
         if found is None or not 0 <= found < len(self.pairs):
             raise CaptureError(
-                f"{WORLDS_FILE}: pair_of_run must say which of the {len(self.pairs)} pairs of worlds run {replica} is of"
+                f"{WORLDS_FILE}: pair_of_run must name one of {len(self.pairs)} pairs of worlds for run {replica}, got {found}"
             )
         return found
 
 
 def prepare_audit_spec(spec: RunSpec, capture: CaptureMethod = "relay") -> RunSpec:
-    """A spec as an audit runs it: every edge overheard, no end before the last round, nothing told that costs time.
+    """Adapt a spec for an audit: every edge captured, no budget, no telemetry.
 
     Args:
-        spec: of the user.
-        capture: how edges are overheard.
+        spec: spec of the user.
+        capture: method of recording edges.
     """
     return spec.model_copy(
         update={
@@ -149,20 +150,20 @@ def write_worlds(
     capture: CaptureMethod = "relay",
     seeded_coins: bool = False,
 ) -> None:
-    """Write down what the worlds are.
+    """Write `worlds.json`.
 
     Args:
-        folder: of the captures.
-        plan: the audit.
-        ledger: SHA-256 of the first line of the ledger of its runs; None: none is kept.
-        pair_of_run: of every planned run, the pair of worlds that it lives in one of; empty where there is one pair.
-        capture: how edges are overheard.
-        seeded: whether the coins come from the seed.
+        folder: folder of the captures.
+        plan: the audit plan.
+        ledger: SHA-256 of the first line of the ledger of the runs; None: there is no ledger.
+        pair_of_run: pair of worlds of every planned run; empty: there is one pair.
+        capture: method of recording edges.
+        seeded_coins: whether the coins come from the seed.
     """
     document = WorldsFile(
         learner=plan.run.spec.names[plan.worlds.learner],
         shared=plan.worlds.is_shared,
-        pairs=[_Pair.of(each.worlds) for each in plan.pairs],
+        pairs=[_Pair.from_worlds(each.worlds) for each in plan.pairs],
         pair_of_run=list(pair_of_run) if plan.other_pairs else [],
         runs=plan.total_runs,
         seed=plan.seeds.audited_runs.entropy,
@@ -176,19 +177,19 @@ def write_worlds(
 
 
 def hash_data(data: PlacedData) -> str:
-    """Equal for equal records in equal rounds."""
-    found = hashlib.sha256()
+    """Compute a digest that is equal for equal records in equal rounds."""
+    digest = hashlib.sha256()
     for own in data.learners:
         for part in (own.features[own.order], own.labels[own.order], own.offsets):
-            found.update(np.ascontiguousarray(part).tobytes())
-    return found.hexdigest()
+            digest.update(np.ascontiguousarray(part).tobytes())
+    return digest.hexdigest()
 
 
 def read_worlds(place: Folder) -> WorldsFile:
-    """The file as it stands.
+    """Read `worlds.json`.
 
     Raises:
-        CaptureError: it cannot be read, or is none.
+        CaptureError: It cannot be read, or is invalid.
     """
     where = f"{place.name}/{WORLDS_FILE}"
     try:
@@ -199,41 +200,41 @@ def read_worlds(place: Folder) -> WorldsFile:
     except (OSError, ValueError, RecursionError) as error:
         raise CaptureError(f"cannot read {where}: {str(error) or type(error).__name__}") from None
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise CaptureError(f"{where} must say what two worlds are, in the format {_FORMAT}")
+        raise CaptureError(f"{where} must describe two worlds, in the format {_FORMAT}")
     try:
         return WorldsFile.model_validate(document)
     except ValidationError as error:
-        raise CaptureError(f"{where} does not say what two worlds are: {_wrong(error)}") from None
+        raise CaptureError(f"{where} must describe two worlds: {_describe_error(error)}") from None
 
 
-def _wrong(error: ValidationError) -> str:
+def _describe_error(error: ValidationError) -> str:
     problem = error.errors()[0]
     return f"{'.'.join(map(str, problem['loc']))} {describe_requirement(problem)}"
 
 
 def restore_worlds(document: WorldsFile, prepared: PreparedRun, where: str) -> list[Worlds]:
-    """All pairs of worlds.
+    """Build all pairs of worlds.
 
     Args:
         document: the file.
         prepared: the run and its data.
-        where: what errors call the file.
+        where: name of the file, for errors.
 
     Raises:
-        CaptureError: the learner is none of the run's.
-        DataError: made with other data, the worlds are not adjacent, or the loss is not defined for them.
+        CaptureError: The learner is not in the run.
+        DataError: The data differ, the worlds are not adjacent, or the loss is not defined for them.
     """
     names = prepared.run.spec.names
     if document.learner not in names:
         raise CaptureError(f"{where}: the learner must be one of {', '.join(names)}, got {document.learner!r}")
     if document.data != hash_data(prepared.data):
         raise DataError(
-            f"{where} is of other records than the spec's data source gives now; SOTTOVOCE_DATA may lead elsewhere"
+            f"{where} must be of the records that the spec's data source gives, and is of others: check SOTTOVOCE_DATA"
         )
     learner = names.index(document.learner)
     own = prepared.data.learners[learner]
     try:
-        found = [pair.worlds(learner, own, shared=document.shared) for pair in document.pairs]
+        found = [pair.build_worlds(learner, own, shared=document.shared) for pair in document.pairs]
         for worlds in found:
             worlds.require_learnable(prepared.run.loss)
     except DataError as error:
@@ -248,20 +249,20 @@ MAX_RUN_LEDGER_BYTES = 64 * 2**20
 
 
 def toss_coins(runs: int) -> IntArray:
-    """`(runs,)` fair coins from the operating system's entropy: nobody can know them before they fall."""
+    """Toss fair coins, `(runs,)`, from the operating system's entropy, which is not predictable."""
     return np.array([secrets.randbits(1) for _ in range(runs)], dtype=np.int64)
 
 
-def _commitment(world: int, nonce: str) -> str:
+def _compute_commitment(world: int, nonce: str) -> str:
     return hashlib.sha256(f"{world} {nonce}".encode()).hexdigest()
 
 
 class RunLedgerWriter:
-    """A ledger of runs that are about to be made.
+    """Writer of the ledger of an audit's runs.
 
     Args:
-        folder: where captures and `worlds.json` are going to lie.
-        worlds: `(runs,)` the coins, secret until `reveal`.
+        folder: folder of the captures and `worlds.json`.
+        worlds: `(runs,)` coins, secret until `reveal`.
 
     Attributes:
         commitment: SHA-256 of the first line, for `worlds.json`.
@@ -271,26 +272,26 @@ class RunLedgerWriter:
         self._folder = folder
         self._coins = [(world, secrets.token_hex(32)) for world in worlds.tolist()]
         self._started: list[int] = []
-        first = {"format": _LEDGER_FORMAT, "commitments": [_commitment(*coin) for coin in self._coins]}
+        first = {"format": _LEDGER_FORMAT, "commitments": [_compute_commitment(*coin) for coin in self._coins]}
         self.commitment = hashlib.sha256(json.dumps(first).encode()).hexdigest()
         self._write(first)
 
     def bind(self) -> None:
-        """`worlds.json` is there: these are the worlds that the coins choose from."""
+        """Record the digest of `worlds.json`, which defines the worlds of the coins."""
         self._write({"worlds": hashlib.sha256((self._folder / WORLDS_FILE).read_bytes()).hexdigest()})
 
     def record_start(self, replica: int) -> None:
-        """A run is about to start."""
+        """Record that a run is about to start."""
         self._started.append(replica)
         self._write({"replica": replica, "started": True})
 
     def record_end(self, replica: int, run_id: str, outcome: str, *, seeded_noise: bool = False) -> None:
-        """A run is over, and how; `seeded`: noise of a learner came from a seed or a recording."""
-        told = {"seeded": True} if seeded_noise else {}
-        self._write({"replica": replica, "run_id": run_id, "outcome": outcome, **told})
+        """Record the outcome of a run; `seeded_noise`: noise of a learner came from a seed or a recording."""
+        flags = {"seeded": True} if seeded_noise else {}
+        self._write({"replica": replica, "run_id": run_id, "outcome": outcome, **flags})
 
     def reveal(self, captures: Iterable[Capture]) -> None:
-        """All runs are over: say how the coins of those that were started had fallen, and which captures there are."""
+        """Reveal the coins of all started runs, and record the digests of their captures."""
         digests = {capture.replica: capture.compute_digests()[0] for capture in captures}
         for replica in self._started:
             world, nonce = self._coins[replica]
@@ -303,14 +304,14 @@ class RunLedgerWriter:
 
 
 class RunLedgerEntry(BaseModel, strict=True, frozen=True, extra="forbid"):
-    """A started run, as the ledger knows it.
+    """A started run in the ledger.
 
     Attributes:
-        run_id: empty: it had none yet when all ended.
-        outcome: as the coordinator saw it; empty: nobody saw its end.
-        world: what its coin had fallen on; None: it was not revealed.
-        capture: SHA-256 of its capture; empty: there was none, or nobody looked any more.
-        seeded: noise of a learner came from a seed or a recording.
+        run_id: id of the run; empty: it had none yet when the audit ended.
+        outcome: final state of the run; empty: not known.
+        world: its coin; None: not revealed.
+        capture: SHA-256 of its capture; empty: there is none, or it was not recorded.
+        seeded: whether noise of a learner came from a seed or a recording.
     """
 
     started: Literal[True] = True
@@ -323,26 +324,28 @@ class RunLedgerEntry(BaseModel, strict=True, frozen=True, extra="forbid"):
 
     @property
     def early_outcome(self) -> str:
-        """How it ended before its last round; empty: it did not, or nobody saw its end."""
+        """Outcome before its last round; empty: it finished, or its end is not known."""
         return "" if self.outcome == "finished" else self.outcome
 
 
 def read_run_ledger(place: Folder, worlds: WorldsFile) -> dict[int, RunLedgerEntry] | None:
-    """The started runs of the audit that these worlds belong to, by replica; None: it kept no ledger.
+    """Read the started runs of an audit, by replica; None if it has no ledger.
 
     Args:
-        place: where the worlds and the ledger lie.
-        worlds: `worlds.json`.
+        place: folder of the worlds and the ledger.
+        worlds: content of `worlds.json`.
 
     Raises:
-        CaptureError: the ledger is missing, cannot be read, is that of other worlds, or a coin is not the one committed to.
+        CaptureError: The ledger is missing, cannot be read, is that of other worlds, or a coin differs from its commitment.
     """
     where = f"{place.name}/{RUN_LEDGER_FILE}"
     if worlds.ledger is None and RUN_LEDGER_FILE not in place.list_names():
         return None
-    first, *lines = _lines(place, where)
+    first, *lines = _read_lines(place, where)
     if worlds.ledger != hashlib.sha256(first).hexdigest():
-        raise CaptureError(f"{where} is not the ledger that {place.name}/{WORLDS_FILE} was written with")
+        raise CaptureError(
+            f"{where} must be the ledger that {place.name}/{WORLDS_FILE} was written with, and is another one"
+        )
     with place.open(WORLDS_FILE) as file:
         digest = hashlib.sha256(file.read()).hexdigest()
     try:
@@ -351,21 +354,21 @@ def read_run_ledger(place: Folder, worlds: WorldsFile) -> dict[int, RunLedgerEnt
         for number, line in enumerate(map(json.loads, lines)):
             if number == 0:
                 if line["worlds"] != digest:
-                    raise CaptureError(f"{where} is of another {WORLDS_FILE} than the one beside it")
+                    raise CaptureError(f"{where} must be of the {WORLDS_FILE} next to it, and is of another one")
                 continue
-            _add(entries, line, len(commitments))
+            _merge_line(entries, line, len(commitments))
         found = {k: RunLedgerEntry.model_validate(entries[k]) for k in sorted(entries)}
     except ValidationError as error:
-        raise CaptureError(f"{where} does not say which runs were started: {_wrong(error)}") from None
+        raise CaptureError(f"{where} must state which runs were started: {_describe_error(error)}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CaptureError(f"{where} does not say which runs were started: {error!r}") from None
+        raise CaptureError(f"{where} must state which runs were started: {error!r}") from None
     for k, entry in found.items():
-        if entry.world is not None and _commitment(entry.world, entry.nonce) != commitments[k]:
-            raise CaptureError(f"{where}: the coin of run {k} is not the one that was committed to before")
+        if entry.world is not None and _compute_commitment(entry.world, entry.nonce) != commitments[k]:
+            raise CaptureError(f"{where}: the coin of run {k} must be the committed one, and differs")
     return found
 
 
-def _lines(place: Folder, where: str) -> Iterator[bytes]:
+def _read_lines(place: Folder, where: str) -> Iterator[bytes]:
     try:
         if (size := place.get_size(RUN_LEDGER_FILE)) > MAX_RUN_LEDGER_BYTES:
             raise CaptureError(f"{where} must have at most {MAX_RUN_LEDGER_BYTES} bytes, got {size}")
@@ -373,16 +376,16 @@ def _lines(place: Folder, where: str) -> Iterator[bytes]:
             content = file.read(MAX_RUN_LEDGER_BYTES)
     except OSError as error:
         raise CaptureError(f"cannot read {where}: {error}") from None
-    # A last line that does not end was being written when the machine went down, or the disk was full.
+    # A last line without an end is incomplete: the machine stopped, or the disk was full.
     yield from content.rpartition(b"\n")[0].split(b"\n")
 
 
-def _add(entries: dict[int, dict[str, Any]], line: dict[str, Any], planned: int) -> None:
-    """What a line says of a run is said once, after its start."""
+def _merge_line(entries: dict[int, dict[str, Any]], line: dict[str, Any], planned: int) -> None:
+    """Merge a line into the entry of its run; each field comes once, after the start."""
     replica = line.pop("replica")
     if type(replica) is not int or not 0 <= replica < planned:
         raise ValueError(f"replica must be in [0, {planned})")
     known = entries.setdefault(replica, {})
     if known.keys() & line.keys() or not (known or "started" in line):
-        raise ValueError(f"run {replica} must be started once, and all else said of it once, after that")
+        raise ValueError(f"run {replica} must be started once, and each other field must come once, after that")
     known.update(line)

@@ -1,4 +1,4 @@
-"""What captures are held to, which runs of an audit were started, and what became of each."""
+"""The started runs of an audit and their outcomes, and the checks of captures against specs and ledgers."""
 
 from __future__ import annotations
 
@@ -26,44 +26,47 @@ from sottovoce_core.spec import RunSpec, parse_spec, read_document
 from sottovoce_eavesdropper.capture_reader import Capture
 from sottovoce_eavesdropper.storage import Folder
 
-# ---- the promise -----------------------------------------------------------------------------------------------------
+# ---- comparison of specs ---------------------------------------------------------------------------------------------
 
 SPEC_FILE, _FOLDER = "spec.yaml", "captures"
 _MAX_NAMED_FIELDS = 3
-"""Fields that differ, at most, that are named."""
+"""Maximum number of named fields that differ."""
 
 UNSIGNED_PROMISE_NOTE = (
-    "What was promised is taken from capture.json, which nobody signed: whoever kept the capture could have written another "
-    "promise there, which no learner made."
+    "The claim is taken from capture.json, which is not signed: its owner could have replaced it by a claim that no learner "
+    "made."
 )
 
 
 def require_same_spec(spec: RunSpec, captures: Sequence[Capture], place: Folder | None = None) -> None:
-    """Hold the spec in captures against the `spec.yaml` that lies beside them, where one does: `up` leaves it.
+    """Compare the spec in captures with the `spec.yaml` next to them, if there is one: `up` writes it.
 
     Args:
-        spec: that captures say was run.
-        captures: in folders of this machine; of others nothing is looked for.
-        place: the folder that was named, if it was one.
+        spec: spec in the captures.
+        captures: captures; only for those on this machine a file is searched.
+        place: the named folder.
 
     Raises:
-        CaptureError: it is another one, or cannot be read.
+        CaptureError: The specs differ, or the file cannot be read.
     """
-    for path in _beside(captures, place):
+    for path in _find_spec_files(captures, place):
         try:
             found = parse_spec(read_document(path), source=str(path), allow_imports=False)
         except SpecError as error:
-            raise CaptureError(f"{path} lies beside the captures, and cannot be held against them: {error}") from None
-        promised = partial(_promised, network=_has_network(found))
-        if where := list(islice(_differences(promised(spec), promised(found)), _MAX_NAMED_FIELDS)):
             raise CaptureError(
-                f"{captures[0].name} and {path} must be of the same run spec, and differ in {'; '.join(where)}: one of them was "
-                f"changed, and neither is signed. Give the spec that you were told: sottovoce audit SPEC --captures ..."
+                f"{path} next to the captures must be readable to be compared with them: {error}"
+            ) from None
+        get_relevant = partial(_get_relevant_part, network=_has_readable_network(found))
+        differences = list(islice(_list_differences(get_relevant(spec), get_relevant(found)), _MAX_NAMED_FIELDS))
+        if differences:
+            raise CaptureError(
+                f"{captures[0].name} and {path} must be of the same run spec, and differ in {'; '.join(differences)}: one of "
+                "them was changed, and neither is signed. Give the spec that you trust: sottovoce audit SPEC --captures ..."
             )
 
 
-def _beside(captures: Sequence[Capture], place: Folder | None) -> list[Path]:
-    """Files `spec.yaml`: in the folder that was named, in a capture's own, and in that which has its folder `captures`."""
+def _find_spec_files(captures: Sequence[Capture], place: Folder | None) -> list[Path]:
+    """Find files `spec.yaml`: in the named folder, in that of a capture, and in the parent of its folder `captures`."""
     local = [Path(each.name) for each in (place, *captures) if each is not None and "://" not in each.name]
     runs = [each.parent.parent for each in local if each.parent.name == _FOLDER]
     runs += [each.parent for each in local if each.name == _FOLDER]
@@ -71,8 +74,8 @@ def _beside(captures: Sequence[Capture], place: Folder | None) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def _has_network(spec: RunSpec) -> bool:
-    """Whether a graph that a spec names as a file can be read here."""
+def _has_readable_network(spec: RunSpec) -> bool:
+    """Return whether a graph that a spec names as a file can be read here."""
     try:
         spec.topology.inline_files(spec.names)
     except SpecError:
@@ -80,8 +83,8 @@ def _has_network(spec: RunSpec) -> bool:
     return True
 
 
-def _promised(spec: RunSpec, *, network: bool) -> dict[str, Any]:
-    """What an audit takes from a spec, but for where data lie, and who was away in the end: `spec.yaml` may lack that."""
+def _get_relevant_part(spec: RunSpec, *, network: bool) -> dict[str, Any]:
+    """Return the fields that an audit uses, without the data's folder and offline intervals, which `spec.yaml` may lack."""
     kept = spec if network else spec.model_copy(update={"topology": type(spec.topology)()})
     document = prepare_audit_spec(kept).model_dump(mode="json")
     source = document["data"]["source"]
@@ -89,15 +92,15 @@ def _promised(spec: RunSpec, *, network: bool) -> dict[str, Any]:
 
 
 def find_difference(one: Any, other: Any) -> str | None:
-    """The first place where two JSON documents differ, and what stands there; None: nowhere."""
-    return next(_differences(one, other), None)
+    """Return the first field in which two JSON documents differ, with both values; None if they are equal."""
+    return next(_list_differences(one, other), None)
 
 
-def _differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
-    """All places where two JSON documents differ, and what stands there."""
+def _list_differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
+    """Yield all fields in which two JSON documents differ, with both values."""
     if isinstance(one, dict) and isinstance(other, dict):
-        for key in sorted({*one, *other}, key=lambda key: (key != "name", key)):  # what it is comes before how it is
-            yield from _differences(one.get(key), other.get(key), f"{where}.{key}" if where else str(key))
+        for key in sorted({*one, *other}, key=lambda key: (key != "name", key)):  # names first
+            yield from _list_differences(one.get(key), other.get(key), f"{where}.{key}" if where else str(key))
     elif one != other:
         yield f"{where or 'all of it'}: {str(one)[:60]} and {str(other)[:60]}"
 
@@ -106,85 +109,86 @@ def _differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
 
 _EARLY, _MISSING, _REPEATED = "ended early", "missing", "repeated"
 _MAX_NAMED = 3
-"""Copies, and runs without a capture, that are named; more are counted."""
+"""Maximum number of named copies, or runs without a capture; the rest is counted."""
 
 _MAX_ROUNDS_PER_MESSAGE = 64
-"""Rounds, and learners, of a spec for each message of its fullest capture, at most, and 1,024 besides: a round may be silent."""
+"""Maximum rounds, or learners, of a spec per message of its largest capture, plus 1,024: a round may have no message."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StartedRun:
-    """A run of an audit.
+    """A started run of an audit.
 
     Attributes:
-        capture: what was overheard of it; None: nothing.
-        pair, world: the pair of worlds, and which world of it.
-        outcome: how it ended, in a word or two.
-        whole: whether its capture has all rounds; by wiretap, where nobody can tell, whether there is one.
+        capture: its capture; None: none.
+        pair, world: pair of worlds, and world of the pair.
+        outcome: its outcome, in one or two words.
+        is_complete: whether its capture has all rounds; with a wiretap, which cannot show it, whether there is a capture.
     """
 
     capture: Capture | None
     pair: int
     world: int
     outcome: str
-    whole: bool = False
+    is_complete: bool = False
 
-    def losses(self, plan: AuditPlan) -> RunLosses:
-        """Exact losses of what was heard of it, in the worlds of this plan: none of a round that was not heard."""
+    def compute_losses(self, plan: AuditPlan) -> RunLosses:
+        """Compute exact losses of the captured rounds, in the worlds of this plan."""
         rounds = plan.run.spec.rounds
         if self.capture is not None:
             try:
-                said = read_transcript(self.capture, plan.run).truncate(rounds)
-                return compute_run_losses(plan.run, plan.worlds, RecordedRuns(self.world, said), plan.claim)
+                transcript = read_transcript(self.capture, plan.run).truncate(rounds)
+                recorded = RecordedRuns(self.world, transcript)
+                return compute_run_losses(plan.run, plan.worlds, recorded, plan.claim)
             except EquivocationError:
                 raise
-            except CaptureError:  # not one round was heard
+            except CaptureError:  # it has not one round
                 pass
         return RunLosses.create_empty(np.array([self.world]), rounds)
 
 
 @dataclass(frozen=True, slots=True)
 class AuditRuns:
-    """The runs of an audit, each once: those that are whole, those of which rounds are missing, those without a capture.
+    """All runs of an audit: complete ones, ones with missing rounds, and ones without a capture.
 
     Attributes:
-        runs: whose world is known.
-        source: where they came from, in words; what else must be said of them.
-        unknown: so many more started runs left neither a capture nor a coin.
-        provisos: what must be known besides to judge what is found, a sentence each.
-        unproven: as of `Audit`.
-        coins: what chose their worlds.
-        root: the folder that captures are named by, which may lie anywhere; empty: none was said.
+        runs: runs with a known world.
+        source: origin of the runs, in words, and notes.
+        unknown_count: number of further started runs that left neither a capture nor a coin.
+        assumptions: assumptions about the runs that the verdict depends on, a sentence each.
+        unproven_reason: as in `Audit`.
+        coins: source of the worlds.
+        root: folder relative to which captures are named; empty: none.
     """
 
     runs: tuple[_StartedRun, ...]
     source: tuple[str, ...] = ()
     unknown_count: int = 0
-    provisos: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
     unproven_reason: str = ""
     coins: CoinSource = "none"
     root: str = ""
 
     @property
     def complete_captures(self) -> list[Capture]:
-        """Captures of the runs that are whole."""
-        return [run.capture for run in self.runs if run.capture is not None and run.whole]
+        """Captures of complete runs."""
+        return [run.capture for run in self.runs if run.capture is not None and run.is_complete]
 
     @property
     def captures(self) -> list[Capture]:
-        """All captures."""
+        """Captures of all runs."""
         return [run.capture for run in self.runs if run.capture is not None]
 
-    def with_root(self, folder: Folder, what: str) -> AuditRuns:
-        """The same runs, that came from there, whose captures are called by their paths in this folder."""
+    def with_root(self, folder: Folder, description: str) -> AuditRuns:
+        """Return a copy with this origin, whose captures are named relative to this folder."""
         notes = (note.replace(f"{folder.name}/", "") for note in self.source)
-        return replace(self, root=folder.name, source=(what, *notes))
+        return replace(self, root=folder.name, source=(description, *notes))
 
     def compute_digests(self) -> dict[str, str]:
-        """SHA-256 of every capture, by its path in the folder of `within`.
+        """Compute the SHA-256 of every capture, by its path in the folder of `with_root`.
 
         Raises:
-            CaptureError: one cannot be read.
+            CaptureError: A capture cannot be read.
         """
         found = {}
         for each in self.captures:
@@ -194,36 +198,36 @@ class AuditRuns:
 
     @property
     def is_ciphertext(self) -> bool:
-        """Whether what was overheard is ciphertext."""
+        """True if captures are of ciphertext."""
         return self.complete_captures[0].ciphertext is not None
 
     def build_starts(self, plan: AuditPlan) -> RunOutcomes | None:
-        """For the tests of the audit; None: there is one world only.
+        """Build the outcomes of all runs for the tests of the audit; None with one world only.
 
         Raises:
-            CaptureError: a capture cannot be read.
+            CaptureError: A capture cannot be read.
         """
         if not plan.has_both_worlds:
             return None
-        lost = dict[int, list[RunLosses]]()
+        incomplete = dict[int, list[RunLosses]]()
         for run in self.runs if plan.adversary.can_replay else ():
-            if not run.whole:
-                lost.setdefault(run.pair, []).append(run.losses(plan.pairs[run.pair]))
+            if not run.is_complete:
+                incomplete.setdefault(run.pair, []).append(run.compute_losses(plan.pairs[run.pair]))
         worlds, outcomes = (tuple(getattr(run, name) for run in self.runs) for name in ("world", "outcome"))
-        losses = {k: RunLosses.concatenate(parts) for k, parts in lost.items()}
+        losses = {k: RunLosses.concatenate(parts) for k, parts in incomplete.items()}
         return RunOutcomes(np.array(worlds, dtype=np.int64), outcomes, losses, self.unknown_count)
 
     def count_runs(self, pairs: int) -> list[int]:
-        """Runs of each world, of every pair of worlds."""
+        """Count the runs of each world for every pair of worlds."""
         return [max(1, sum(run.pair == k for run in self.runs) // 2) for k in range(pairs)]
 
 
 def read_transcript(capture: Capture, run: Run) -> Transcript:
-    """What was said in a run.
+    """Read all messages of a run.
 
     Raises:
-        CaptureError: it cannot be read, or has no round.
-        EquivocationError: a learner said different things to different neighbours.
+        CaptureError: The capture cannot be read, or has no round.
+        EquivocationError: A learner sent different messages to different neighbours.
     """
     try:
         return capture.read_transcript(run.field_shapes, run.spec.n_learners, run.network)
@@ -231,21 +235,21 @@ def read_transcript(capture: Capture, run: Run) -> Transcript:
         raise EquivocationError(f"{capture.name}: {error}") from None
 
 
-# ---- bounds ----------------------------------------------------------------------------------------------------------
+# ---- size ------------------------------------------------------------------------------------------------------------
 
 
 def require_plausible_size(spec: RunSpec, captures: Sequence[Capture]) -> None:
-    """Refuse a spec that is far larger than what its captures hold, before anything is made as large as it says.
+    """Refuse a spec that is far larger than its captures, before memory of its size is allocated.
 
     Raises:
-        CaptureError: it is, or a capture cannot be read.
+        CaptureError: It is, or a capture cannot be read.
     """
-    most = max(capture.count_messages()[0] for capture in captures)
-    for what, count in (("rounds", spec.rounds), ("learners", spec.n_learners)):
-        if count > _MAX_ROUNDS_PER_MESSAGE * most + 1024:
+    max_messages = max(capture.count_messages()[0] for capture in captures)
+    for unit, count in (("rounds", spec.rounds), ("learners", spec.n_learners)):
+        if count > _MAX_ROUNDS_PER_MESSAGE * max_messages + 1024:
             raise CaptureError(
-                f"{captures[0].name} says that its run has {count:,} {what}, and no capture has more than "
-                f"{pluralize(most, 'message')}: none can have been overheard to its end"
+                f"the number of {unit} of {captures[0].name} must fit its messages, got {count:,} {unit}, and no capture has "
+                f"more than {pluralize(max_messages, 'message')}"
             )
 
 
@@ -258,108 +262,116 @@ def collect_runs(
     ledger: Mapping[int, RunLedgerEntry] | None = None,
     find_pair: Callable[[int | None], int] = lambda replica: 0,
 ) -> AuditRuns:
-    """What became of every run that was started.
+    """Determine the outcome of every started run.
 
     Args:
-        captures: all that there are.
-        run: what was run.
-        ledger: of all runs that were started; None: none is known but those that were captured.
-        find_pair: the pair of worlds of a run, by its replica (default: all are of one pair).
+        captures: all captures.
+        run: the run.
+        ledger: all started runs; None: only the captured ones are known.
+        find_pair: finds the pair of worlds of a run, from its replica (default: there is one pair).
 
     Raises:
-        CaptureError: there is none, none has all rounds, one cannot be read, or they are not those of the ledger.
-        EquivocationError: a learner said different things to different neighbours.
+        CaptureError: There is no capture, none has all rounds, one cannot be read, or they differ from the ledger.
+        EquivocationError: A learner sent different messages to different neighbours.
     """
     if not captures:
-        raise CaptureError("no run was overheard: there is no capture")
-    single, copies = _first_of_each(captures, _content)
+        raise CaptureError("an audit needs a capture, and there is none")
+    single, copies = _deduplicate(captures, _get_content_digest)
     ids = dict[str, Capture]()
     for capture in single:
-        ident = str(capture.metadata["capture_id"])
-        if (other := ids.setdefault(ident, capture)) is not capture:
-            raise CaptureError(f"{other.name} and {capture.name} are both capture {ident}, and differ")
-    single, again = _first_of_each(single, lambda each: each.name if each.replica is None else each.replica)
-    for capture in (*single, *again) if ledger is not None else ():
-        _require_entered(capture, _entry(capture, ledger))
-    kept = _whole(single, run) if single[0].ciphertext is None else single
-    if not kept:
+        capture_id = str(capture.metadata["capture_id"])
+        if (other := ids.setdefault(capture_id, capture)) is not capture:
+            raise CaptureError(
+                f"{other.name} and {capture.name} must be equal, as both are capture {capture_id}, and differ"
+            )
+    single, repeated = _deduplicate(single, lambda each: each.name if each.replica is None else each.replica)
+    for capture in (*single, *repeated) if ledger is not None else ():
+        _require_ledger_entry(capture, _get_entry(capture, ledger))
+    complete = _select_complete(single, run) if single[0].ciphertext is None else single
+    if not complete:
         raise CaptureError(
-            f"of {pluralize(len(captures), 'capture')} none has all {run.spec.rounds} rounds ({captures[0].name} is the first)"
+            f"a capture must have all {run.spec.rounds} rounds, and none of {pluralize(len(captures), 'capture')} has "
+            f"({captures[0].name} is the first)"
         )
-    names = {capture.name for capture in kept}
-    short = [capture for capture in single if capture.name not in names]
-    repeated, heard = ({capture.replica for capture in some} for some in (again, single))
-    unheard = {k: entry for k, entry in (ledger or {}).items() if k not in heard}
+    names = {capture.name for capture in complete}
+    incomplete = [capture for capture in single if capture.name not in names]
+    repeated_replicas, captured = ({capture.replica for capture in some} for some in (repeated, single))
+    uncaptured = {k: entry for k, entry in (ledger or {}).items() if k not in captured}
     runs = []
-    for capture in (*kept, *short):
-        whole, entry = capture.name in names, _entry(capture, ledger)
-        outcome = (entry.early_outcome if entry else "") or (COMPLETE_OUTCOME if whole else _EARLY)
-        outcome = _REPEATED if capture.replica in repeated else outcome
-        runs.append(_StartedRun(capture, find_pair(capture.replica), capture.world or 0, outcome, whole))
+    for capture in (*complete, *incomplete):
+        is_complete, entry = capture.name in names, _get_entry(capture, ledger)
+        outcome = (entry.early_outcome if entry else "") or (COMPLETE_OUTCOME if is_complete else _EARLY)
+        outcome = _REPEATED if capture.replica in repeated_replicas else outcome
+        runs.append(_StartedRun(capture, find_pair(capture.replica), capture.world or 0, outcome, is_complete))
     runs += [
         _StartedRun(None, find_pair(k), entry.world, entry.early_outcome or _MISSING)
-        for k, entry in unheard.items()
+        for k, entry in uncaptured.items()
         if entry.world is not None
     ]
     notes = []
     if copies:
-        notes.append(f"{'copies' if len(copies) > 1 else 'a copy'} counted once: {_some(each.name for each in copies)}")
-    if short:  # where there are no coins, nothing can be said of them
-        coined = short[0].world is not None
-        what = pluralize(len(short), "run") if coined else f"{pluralize(len(short), 'other')} left out,"
-        notes.append(f"{what} of which rounds are missing")
-    notes += [f"{pluralize(len(unheard), 'started run')} without a capture: {_some(unheard)}"] if unheard else []
-    unknown = sum(entry.world is None for entry in unheard.values())
+        notes.append(
+            f"{'copies' if len(copies) > 1 else 'a copy'} counted once: {_format_names(each.name for each in copies)}"
+        )
+    if incomplete:  # without coins, they are not counted
+        has_coins = incomplete[0].world is not None
+        count = pluralize(len(incomplete), "run") if has_coins else f"{pluralize(len(incomplete), 'other')} left out,"
+        notes.append(f"{count} of which rounds are missing")
+    if uncaptured:
+        notes.append(f"{pluralize(len(uncaptured), 'started run')} without a capture: {_format_names(uncaptured)}")
+    unknown = sum(entry.world is None for entry in uncaptured.values())
     seeded = sum(entry.seeded for entry in ledger.values()) if ledger else 0
-    provisos = (describe_seeded_noise(seeded, len(ledger)),) if ledger and seeded else ()
-    return AuditRuns(tuple(runs), tuple(notes), unknown, provisos)
+    assumptions = (describe_seeded_noise(seeded, len(ledger)),) if ledger and seeded else ()
+    return AuditRuns(tuple(runs), tuple(notes), unknown, assumptions)
 
 
-def _some(things: Iterable[object]) -> str:
-    """The first few by name, how many more."""
+def _format_names(things: Iterable[object]) -> str:
+    """Format the first few names, and the number of the rest."""
     names = [str(each) for each in things]
     return ", ".join(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED:,} more" if len(names) > _MAX_NAMED else "")
 
 
-def _content(capture: Capture) -> str:
-    """Equal for copies, wherever they lie: of messages, byte by byte; where nothing was said, all captures look alike."""
-    whole, parts = capture.compute_digests()
-    return parts if capture.count_messages()[0] or capture.ciphertext else whole
+def _get_content_digest(capture: Capture) -> str:
+    """Return a digest that is equal for copies: of the messages; of the whole capture, if it has none."""
+    digest, parts_digest = capture.compute_digests()
+    return parts_digest if capture.count_messages()[0] or capture.ciphertext else digest
 
 
-def _first_of_each(
-    captures: Sequence[Capture], key: Callable[[Capture], object]
-) -> tuple[list[Capture], list[Capture]]:
-    """The first capture with every key, and the others."""
-    first, again = dict[object, Capture](), list[Capture]()
+def _deduplicate(captures: Sequence[Capture], key: Callable[[Capture], object]) -> tuple[list[Capture], list[Capture]]:
+    """Return the first capture with every key, and the others."""
+    first, repeated = dict[object, Capture](), list[Capture]()
     for capture in captures:
         if first.setdefault(key(capture), capture) is not capture:
-            again.append(capture)
-    return list(first.values()), again
+            repeated.append(capture)
+    return list(first.values()), repeated
 
 
-def _whole(captures: Sequence[Capture], run: Run) -> list[Capture]:
-    """Those that have all rounds."""
-    least = sum(np.count_nonzero(run.network.mixing(t).neighbour_weights) for t in range(run.spec.rounds))
-    kept = [capture for capture in captures if capture.count_messages()[0] >= least]
-    return [capture for capture in kept if read_transcript(capture, run).rounds == run.spec.rounds]
+def _select_complete(captures: Sequence[Capture], run: Run) -> list[Capture]:
+    """Select captures that have all rounds."""
+    min_messages = sum(np.count_nonzero(run.network.mixing(t).neighbour_weights) for t in range(run.spec.rounds))
+    candidates = [capture for capture in captures if capture.count_messages()[0] >= min_messages]
+    return [capture for capture in candidates if read_transcript(capture, run).rounds == run.spec.rounds]
 
 
-def _entry(capture: Capture, ledger: Mapping[int, RunLedgerEntry] | None) -> RunLedgerEntry | None:
+def _get_entry(capture: Capture, ledger: Mapping[int, RunLedgerEntry] | None) -> RunLedgerEntry | None:
     return None if capture.replica is None or ledger is None else ledger.get(capture.replica)
 
 
-def _require_entered(capture: Capture, entry: RunLedgerEntry | None) -> None:
-    """A capture must be the one that the ledger knows.
+def _require_ledger_entry(capture: Capture, entry: RunLedgerEntry | None) -> None:
+    """Require that a capture agrees with its entry in the ledger.
 
     Raises:
-        CaptureError: it is of no run there, of another world, or not the same any more.
+        CaptureError: It has no entry, or its world, run or digest differ.
     """
     if entry is None:
-        raise CaptureError(f"{capture.name} is of no run that the ledger of this audit has")
+        raise CaptureError(f"{capture.name} must be of a run in the ledger of this audit, and is of none")
     if entry.world is not None and capture.world != entry.world:
-        raise CaptureError(f"{capture.name} must be of world {entry.world}, as its coin in the ledger says")
+        raise CaptureError(
+            f"{capture.name} must be of world {entry.world}, the coin in the ledger, got {capture.world}"
+        )
     if entry.run_id and capture.metadata["run_id"] != entry.run_id:
-        raise CaptureError(f"{capture.name} must be of run {entry.run_id}, as the ledger says")
+        raise CaptureError(
+            f"{capture.name} must be of run {entry.run_id}, as in the ledger, got {capture.metadata['run_id']}"
+        )
     if entry.capture and capture.compute_digests()[0] != entry.capture:
-        raise CaptureError(f"{capture.name} is not the capture that was made: its SHA-256 is another one")
+        raise CaptureError(f"{capture.name} must have the SHA-256 {entry.capture} in the ledger: it was changed")

@@ -1,4 +1,4 @@
-"""`sottovoce audit --captures`: an audit of traffic that was recorded earlier, of one world or of two."""
+"""`sottovoce audit --captures`: audit traffic that was captured earlier, of one world or of two."""
 
 from __future__ import annotations
 
@@ -67,39 +67,40 @@ if TYPE_CHECKING:
 # ---- conversations ---------------------------------------------------------------------------------------------------
 
 _MAX_CHANNELS = 64
-"""Directions of edges that are looked at, the learner's own ones first."""
+"""Maximum number of audited channels (directions of edges), the learner's own ones first."""
 
-_Line = tuple[int, int, str]
-"""A direction of an edge: caller, callee, `out` or `back`."""
+_Channel = tuple[int, int, str]
+"""Direction of an edge: caller, callee, `out` or `back`."""
 
-_Whose = Literal["sent", "received", "others"]
+_Role = Literal["sent", "received", "others"]
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedChannels:
-    """The directions of edges that a listener hears, and whose words pass on them.
+    """Channels (directions of edges) that the adversary observes.
 
     Attributes:
-        whose: of each.
-        opened: the one whose messages are looked into; None: the learner speaks on none. Its others carry the same bytes.
+        roles: relation of each to the audited learner.
+        inspected_channel: the channel whose messages are inspected; None: the learner sends on none. Its other channels carry the
+            same bytes.
     """
 
-    roles: Mapping[_Line, _Whose]
-    inspected_channel: _Line | None
+    roles: Mapping[_Channel, _Role]
+    inspected_channel: _Channel | None
 
 
 def select_channels(plan: AuditPlan) -> ObservedChannels:
-    """What the plan's listener hears."""
+    """Select the channels that the plan's adversary observes."""
     learner, neighbour = plan.worlds.learner, plan.adversary.neighbour
     edges = [edge for edge in plan.run.network.edges if neighbour is None or neighbour in edge]
     edges.sort(key=lambda edge: learner not in edge)
-    every = [(*edge, direction) for edge in edges for direction in ("out", "back")][:_MAX_CHANNELS]
-    whose = {line: _whose(line, learner) for line in every}
-    return ObservedChannels(whose, next((line for line in every if whose[line] == "sent"), None))
+    channels = [(*edge, direction) for edge in edges for direction in ("out", "back")][:_MAX_CHANNELS]
+    roles = {channel: _get_role(channel, learner) for channel in channels}
+    return ObservedChannels(roles, next((channel for channel in channels if roles[channel] == "sent"), None))
 
 
-def _whose(line: _Line, learner: int) -> _Whose:
-    caller, callee, direction = line
+def _get_role(channel: _Channel, learner: int) -> _Role:
+    caller, callee, direction = channel
     if learner not in (caller, callee):
         return "others"
     return "sent" if learner == (caller if direction == "out" else callee) else "received"
@@ -108,53 +109,55 @@ def _whose(line: _Line, learner: int) -> _Whose:
 def read_conversation(
     table: pa.Table, channels: ObservedChannels, run_id: str, *, world: int = 0, run_number: int = 0
 ) -> RunTraffic:
-    """One run, as it was heard.
+    """Read the frames of one run.
 
     Args:
         table: all columns of a capture.
-        lines: who is heard.
-        run_id: the run's random name, which says nothing.
+        channels: the observed channels.
+        run_id: the run's random name, which is removed from the frames.
         world: 0 or 1.
-        number: of the run, in the order of all.
+        run_number: number of the run, in order.
     """
-    return RunTraffic(world, run_id, float(run_number), tuple(_heard(table, channels, run_id.encode())))
+    return RunTraffic(world, run_id, float(run_number), tuple(_read_frames(table, channels, run_id.encode())))
 
 
-def _heard(table: pa.Table, lines: ObservedChannels, run_id: bytes) -> Iterator[CapturedFrame]:
-    """What passed on the lines; payloads of the others are not looked into."""
+def _read_frames(table: pa.Table, channels: ObservedChannels, run_id: bytes) -> Iterator[CapturedFrame]:
+    """Yield the frames on observed channels; payloads of other learners' channels are not read."""
     names = ("caller", "callee", "direction", "kind", "method", "stream", "connection", "mono_ns", "size")
     payloads, streams, began = table.column("payload"), dict[object, int](), None
     for k, values in enumerate(zip(*(table.column(name).to_pylist() for name in names), strict=True)):
         caller, callee, direction, kind, method, stream, connection, at, size = values
-        line = (caller, callee, direction)
-        if (whose := lines.roles.get(line)) is None:
+        channel = (caller, callee, direction)
+        if (role := channels.roles.get(channel)) is None:
             continue
         began = at if began is None else began
         stream = streams.setdefault((caller, callee, stream, connection), len(streams))
-        heard = CapturedFrame(
-            kind, f"{caller} to {callee} {method}".rstrip(), direction, stream, (at - began) / 1e9, size, role=whose
+        frame = CapturedFrame(
+            kind, f"{caller} to {callee} {method}".rstrip(), direction, stream, (at - began) / 1e9, size, role=role
         )
-        if whose != "others" and kind == "hello":
-            heard = replace(heard, entries=tuple(_greeting(payloads[k].as_py(), run_id)))
-        elif whose != "others" and kind in ("metadata", "trailers"):
-            heard = parse_metadata(heard, payloads[k].as_py().replace(run_id, b""))
-        elif whose == "sent" and kind == "message":
+        if role != "others" and kind == "hello":
+            frame = replace(frame, entries=tuple(_read_hello_entries(payloads[k].as_py(), run_id)))
+        elif role != "others" and kind in ("metadata", "trailers"):
+            frame = parse_metadata(frame, payloads[k].as_py().replace(run_id, b""))
+        elif role == "sent" and kind == "message":
             payload = payloads[k].as_py()
-            heard = replace(
-                heard, head=payload[:MAX_HEAD_BYTES] if line == lines.inspected_channel else b"", digest=digest(payload)
+            frame = replace(
+                frame,
+                head=payload[:MAX_HEAD_BYTES] if channel == channels.inspected_channel else b"",
+                digest=digest(payload),
             )
-        yield heard
+        yield frame
 
 
-def _greeting(payload: bytes, run_id: bytes) -> Iterator[tuple[str, str]]:
-    """What a hello asks for, and all its bytes without the run's random name."""
+def _read_hello_entries(payload: bytes, run_id: bytes) -> Iterator[tuple[str, str]]:
+    """Yield the next round of a hello, and its bytes without the run's random name."""
     with suppress(RemoteProtocolError):
         yield "next_round", str(read_hello(payload).next_round)
     yield "bytes", payload.replace(run_id, b"").hex()
 
 
-def parse_metadata(heard: CapturedFrame, payload: bytes) -> CapturedFrame:
-    """Metadata or trailers with what they say, recorded in JSON; of what is none, nothing."""
+def parse_metadata(frame: CapturedFrame, payload: bytes) -> CapturedFrame:
+    """Add entries and status from metadata or trailers in JSON; empty if the payload is none."""
     try:
         document = json.loads(payload)
     except (ValueError, RecursionError):
@@ -164,14 +167,14 @@ def parse_metadata(heard: CapturedFrame, payload: bytes) -> CapturedFrame:
     pairs = [each for each in (listed if isinstance(listed, list) else ()) if isinstance(each, list) and len(each) == 2]
     entries = tuple((str(key), str(value)) for key, value in pairs)
     status = (str(document.get("code", "")), str(document.get("details", "")))
-    return replace(heard, entries=entries, status=status)
+    return replace(frame, entries=entries, status=status)
 
 
 # ---- captures --------------------------------------------------------------------------------------------------------
 
 SpecDocument = dict[str, Any]
 RunLedger = Mapping[int, RunLedgerEntry] | None
-_GIVE = "To hold learners to what you were told, give the spec: sottovoce audit SPEC --captures ..."
+_TRUSTED_SPEC_HINT = "To compare with a spec that you trust, give it: sottovoce audit SPEC --captures ..."
 
 
 def load_captured_runs(
@@ -182,99 +185,101 @@ def load_captured_runs(
     *,
     spec: RunSpec | None = None,
 ) -> tuple[AuditPlan, AuditRuns]:
-    """What was overheard earlier: an audit of it, and its runs.
+    """Plan an audit of earlier captures, and collect its runs.
 
-    Captures of an audit name the worlds that they lived in, and a file beside them says what these are. Others are all taken
-    for the spec's own world: their noise is tested and their exact losses are known, but there is nothing to guess.
+    Captures of an audit name their worlds, and a file next to them describes these. Other captures are all taken as the spec's
+    own world: their noise is tested and their exact losses are known, but there is nothing to guess.
 
     Args:
-        place: a folder with one capture or many: a path, or a URL for fsspec.
-        asked: what is asked; its number of runs is that of the captures.
-        prepare: finds the data of a spec and checks the run.
-        say: told what is being done.
-        spec: what was run (default: what the captures say was run).
+        place: a folder with one or more captures: a path, or a URL for fsspec.
+        request: options of the audit; its number of runs is that of the captures.
+        prepare: loads the data of a spec and checks the run.
+        report_progress: progress callback.
+        spec: the spec of the runs (default: that of the captures).
 
     Raises:
-        CaptureError: there are no captures, they cannot be read, they are of different runs, or another spec lies beside them.
-        SpecError: the question or the spec do not fit them, or they are too few.
-        DataError: the data, or the two worlds, are not those of the captures.
+        CaptureError: There are no captures, they cannot be read, they are of different runs, or a different spec is next to them.
+        SpecError: The request or the spec do not fit them, or they are too few.
+        DataError: The data, or the two worlds, are not those of the captures.
     """
     report_progress("looking for captures")
     root = open_folder(place)
     captures = list_captures(root)
     if not captures:
         simulated = "spec.yaml" in root.list_names()
-        hint = (
-            f"; its spec is audited by simulations of its own: sottovoce audit {place}/spec.yaml" if simulated else ""
-        )
-        raise CaptureError(f"{root.name} must be a capture, or a folder with captures: there is no capture.json{hint}")
-    document = _same_spec(captures)
+        hint = f"; to audit simulations of its spec: sottovoce audit {place}/spec.yaml" if simulated else ""
+        raise CaptureError(f"{root.name} must be a capture, or a folder with captures, and has no capture.json{hint}")
+    document = _get_common_spec(captures)
     if not document:
         raise CaptureError(
-            f"{captures[0].name} is of no run of ours: sottovoce eavesdropper audit is for captures of other services"
+            f"{captures[0].name} must be of a Sottovoce run; for captures of other services use sottovoce eavesdropper audit"
         )
     _require_no_canaries(place)
-    given = _spec(document, captures[0].name, spec)
+    given = _resolve_spec(document, captures[0].name, spec)
     if spec is None:
         require_same_spec(given, captures, root)
     require_plausible_size(given, captures)
     prepared = prepare(given)
     _require_features(captures, prepared)
-    labels = _labels(captures)
-    told, where, ledger = (None, "", None) if labels == {None} else _told(root, labels)
-    runs = collect_runs(captures, prepared.run, ledger, (lambda replica: 0) if told is None else told.find_pair_index)
-    worlds = None if told is None else restore_worlds(told, prepared, where)
-    if told is not None:
-        _require_same(told.spec, document, where, captures[0].name)
-        _require_asked(request, told.learner, where)
+    labels = _get_world_labels(captures)
+    worlds_file, source, ledger = (None, "", None) if labels == {None} else _find_worlds_file(root, labels)
+    find_pair = (lambda replica: 0) if worlds_file is None else worlds_file.find_pair_index
+    runs = collect_runs(captures, prepared.run, ledger, find_pair)
+    worlds = None if worlds_file is None else restore_worlds(worlds_file, prepared, source)
+    if worlds_file is not None:
+        _require_equal(worlds_file.spec, document, source, captures[0].name)
+        _require_matching_request(request, worlds_file.learner, source)
     paired = {*labels, *(run.world for run in runs.runs)} == {0, 1}
     request = replace(request, runs=len(runs.runs) // 2 if paired else len(runs.complete_captures))
-    signed = Provenance("") if runs.is_ciphertext else check_provenance(runs.captures, root)
-    provisos = (
-        *filter(None, [signed.text]),
-        *(() if spec is not None else (f"{UNSIGNED_PROMISE_NOTE} {_GIVE}",)),
-        *runs.provisos,
+    provenance = Provenance("") if runs.is_ciphertext else check_provenance(runs.captures, root)
+    assumptions = (
+        *filter(None, [provenance.text]),
+        *(() if spec is not None else (f"{UNSIGNED_PROMISE_NOTE} {_TRUSTED_SPEC_HINT}",)),
+        *runs.assumptions,
     )
     if ledger is None and (noise := describe_noise_source(runs.complete_captures, root)):
-        provisos += (noise,)
-    chosen = "none" if told is None or not paired else told.coins
-    what = f"{pluralize(len(runs.complete_captures), 'capture')} in {PurePosixPath(root.name).name}"
-    runs = replace(runs, provisos=provisos, unproven_reason=signed.unproven_reason, coins=chosen).with_root(root, what)
+        assumptions += (noise,)
+    coins = "none" if worlds_file is None or not paired else worlds_file.coins
+    description = f"{pluralize(len(runs.complete_captures), 'capture')} in {PurePosixPath(root.name).name}"
+    runs = replace(runs, assumptions=assumptions, unproven_reason=provenance.unproven_reason, coins=coins)
+    runs = runs.with_root(root, description)
     counts = () if worlds is None or not paired else runs.count_runs(len(worlds))
     return request.plan(prepared, worlds, counts, is_paired=paired), runs
 
 
 def audit_captures(plan: AuditPlan, runs: AuditRuns, report_progress: ProgressReporter) -> Audit:
-    """Audit what was overheard.
+    """Audit captured messages.
 
     Args:
-        plan: the audit.
-        runs: that were started.
-        say: told what is being done.
+        plan: the audit plan.
+        runs: the started runs.
+        report_progress: progress callback.
 
     Raises:
-        CaptureError: one cannot be read, or is ciphertext.
-        EquivocationError: a learner said different things to different neighbours.
-        SpecError: the listener hears what no channel carries, or an extra is not installed.
+        CaptureError: A capture cannot be read, or is ciphertext.
+        EquivocationError: A learner sent different messages to different neighbours.
+        SpecError: No channel carries what the threat model needs, or an optional dependency is not installed.
     """
     require_wire_threat(plan.adversary.threat)
-    most, captures = count_runs_in_memory(plan.run), runs.complete_captures
+    max_together, captures = count_runs_in_memory(plan.run), runs.complete_captures
     captures[0].require_messages()
     first: list[Transcript] = []
     parts: list[ChunkStatistics] = []
     pending = dict[tuple[int, int], list[RecordedRuns]]()
-    for k, (pair, part) in enumerate(_recordings(plan, runs)):
+    for k, (pair, part) in enumerate(_iterate_recorded_runs(plan, runs)):
         if (pair, part.world) == (0, 0) and len(first) < count_sweep_runs(plan.run):
             first.append(part.transcript)
         together = pending.setdefault((pair, part.world), [])
         together.append(part)
-        if len(together) == most:
-            parts.append(_examined(plan, pair, together))
+        if len(together) == max_together:
+            parts.append(_examine_runs(plan, pair, together))
             together.clear()
         report_progress("reading", k + 1, len(captures), "captures")
-    parts += [_examined(plan, pair, rest) for (pair, _), rest in pending.items() if rest]
+    parts += [_examine_runs(plan, pair, rest) for (pair, _), rest in pending.items() if rest]
     if not first:
-        raise CaptureError(f"of {pluralize(len(captures), 'capture')} none is of the first world")
+        raise CaptureError(
+            f"a capture must be of the first world, and none of {pluralize(len(captures), 'capture')} is"
+        )
     starts = runs.build_starts(plan)
     done = conclude(
         plan,
@@ -288,123 +293,125 @@ def audit_captures(plan: AuditPlan, runs: AuditRuns, report_progress: ProgressRe
         done,
         captures=runs.compute_digests(),
         coin_source=runs.coins,
-        assumptions=runs.provisos,
+        assumptions=runs.assumptions,
         unproven_reason=runs.unproven_reason,
     )
 
 
-def _examined(plan: AuditPlan, pair: int, runs: Sequence[RecordedRuns]) -> ChunkStatistics:
-    """Runs of one world of a pair, together."""
+def _examine_runs(plan: AuditPlan, pair: int, runs: Sequence[RecordedRuns]) -> ChunkStatistics:
+    """Compute the statistics of runs of one world of a pair together."""
     transcript = Transcript.concatenate([run.transcript for run in runs])
     together = RecordedRuns(
-        runs[0].world, transcript, channel_features=tuple(seen for run in runs for seen in run.channel_features)
+        runs[0].world, transcript, channel_features=tuple(each for run in runs for each in run.channel_features)
     )
     return compute_chunk_statistics(plan, together, pair)
 
 
-def _recordings(plan: AuditPlan, runs: AuditRuns) -> Iterator[tuple[int, RecordedRuns]]:
-    """What was heard of every run, and its pair of worlds."""
+def _iterate_recorded_runs(plan: AuditPlan, runs: AuditRuns) -> Iterator[tuple[int, RecordedRuns]]:
+    """Yield the transcript and channel features of every complete run, with its pair of worlds."""
     import pyarrow as pa
 
-    run, lines = plan.run, select_channels(plan)
+    run, channels = plan.run, select_channels(plan)
     layouts: dict[FeatureLayout, FeatureLayout] = {}
     for started_run in runs.runs:
-        if (capture := started_run.capture) is None or not started_run.whole:
+        if (capture := started_run.capture) is None or not started_run.is_complete:
             continue
         if (pair := started_run.pair) >= len(plan.pairs):
             raise CaptureError(
-                f"{capture.name} is of the audit's pair of worlds {pair + 1}, and there are runs of one world alone: name the "
-                "whole folder of the audit"
+                f"{capture.name} is of the audit's pair of worlds {pair + 1}, so runs of both worlds are needed, and there is "
+                "one: name the whole folder of the audit"
             )
-        heard = read_conversation(pa.Table.from_batches(capture.read_batches()), lines, str(capture.metadata["run_id"]))
-        seen = build_features_by_view(heard, {**CHANNEL_VIEWS, **TIMING_VIEWS})
-        for name, row in seen.items():  # most runs have the same one: it is kept once
-            seen[name] = replace(row, layout=layouts.setdefault(row.layout, row.layout))
-        yield pair, RecordedRuns(started_run.world, read_transcript(capture, run), channel_features=(seen,))
+        traffic = read_conversation(
+            pa.Table.from_batches(capture.read_batches()), channels, str(capture.metadata["run_id"])
+        )
+        features = build_features_by_view(traffic, {**CHANNEL_VIEWS, **TIMING_VIEWS})
+        for name, row in features.items():  # most runs have the same layout: it is kept once
+            features[name] = replace(row, layout=layouts.setdefault(row.layout, row.layout))
+        yield pair, RecordedRuns(started_run.world, read_transcript(capture, run), channel_features=(features,))
 
 
-# ---- which captures --------------------------------------------------------------------------------------------------
+# ---- selection of captures -------------------------------------------------------------------------------------------
 
 
 def list_captures(place: Folder) -> list[Capture]:
-    """All captures in a folder and below, in the order of their replicas.
+    """List all captures in a folder and below, ordered by replica.
 
     Raises:
-        CaptureError: one is not what it says it is, or the folder cannot be read.
+        CaptureError: A capture is invalid, or the folder cannot be read.
     """
 
-    def place_of(capture: Capture) -> tuple[int, str]:
+    def get_order(capture: Capture) -> tuple[int, str]:
         return -1 if capture.replica is None else capture.replica, capture.name
 
-    return sorted(find_captures(place), key=place_of)
+    return sorted(find_captures(place), key=get_order)
 
 
-def _same_spec(captures: Sequence[Capture]) -> SpecDocument:
-    """The spec of all of them.
+def _get_common_spec(captures: Sequence[Capture]) -> SpecDocument:
+    """Return the spec of all captures.
 
     Raises:
-        CaptureError: two differ.
+        CaptureError: Two specs differ.
     """
     first: SpecDocument = captures[0].metadata["spec"]
     for other in captures[1:]:
-        _require_same(first, other.metadata["spec"], captures[0].name, other.name)
+        _require_equal(first, other.metadata["spec"], captures[0].name, other.name)
     return first
 
 
-def _require_same(one: Any, other: Any, first: str, second: str) -> None:
+def _require_equal(one: Any, other: Any, first: str, second: str) -> None:
     if (where := find_difference(one, other)) is not None:
         raise CaptureError(f"{first} and {second} must be of the same run spec, and differ in {where}")
 
 
-def _spec(document: SpecDocument, where: str, given: RunSpec | None) -> RunSpec:
-    """What was run; code that a spec names is imported only for the one that was given.
+def _resolve_spec(document: SpecDocument, source: str, given: RunSpec | None) -> RunSpec:
+    """Return the spec of the runs; code that a spec names is imported only for a given spec.
 
     Raises:
-        SpecError: it is not valid, or another one than was given.
+        SpecError: It is invalid, or differs from the given one.
     """
     if given is None:
         if named := find_first_import(document):
             raise SpecError(
-                f"{where} names code to import, {named!r}: give the SPEC beside --captures, if you trust that code"
+                f"{source} names code to import, {named!r}: if you trust that code, give the SPEC together with --captures"
             )
-        return parse_spec(document, source=where, allow_imports=False)
-    heard = parse_spec(
-        document, source=where, allow_imports=find_first_import(given.model_dump(mode="json")) is not None
+        return parse_spec(document, source=source, allow_imports=False)
+    captured = parse_spec(
+        document, source=source, allow_imports=find_first_import(given.model_dump(mode="json")) is not None
     )
-    one, other = (prepare_audit_spec(spec).model_dump(mode="json") for spec in (given, heard))
+    one, other = (prepare_audit_spec(spec).model_dump(mode="json") for spec in (given, captured))
     if (place := find_difference(one, other)) is not None:
-        raise SpecError(f"the SPEC given must be that of the captures in {where}, and differs in {place}")
+        raise SpecError(f"the SPEC given must be that of the captures in {source}, and differs in {place}")
     return given
 
 
 def _require_features(captures: Sequence[Capture], prepared: PreparedRun) -> None:
     for capture in captures:
-        if (told := capture.metadata.get("n_features")) and told != prepared.data.n_features:
+        if (n_features := capture.metadata.get("n_features")) and n_features != prepared.data.n_features:
             raise DataError(
-                f"{capture.name} is of records with {told} features (with the intercept), "
+                f"{capture.name} is of records with {n_features} features (with the intercept), "
                 f"the spec's data source gives {prepared.data.n_features}"
             )
 
 
-# ---- which worlds ----------------------------------------------------------------------------------------------------
+# ---- worlds ----------------------------------------------------------------------------------------------------------
 
 
-def _labels(captures: Sequence[Capture]) -> set[int | None]:
-    """The worlds that captures say they are of; None among them: some say nothing.
+def _get_world_labels(captures: Sequence[Capture]) -> set[int | None]:
+    """Return the worlds that captures name; None among them: some name none.
 
     Raises:
-        CaptureError: one is of a world that there is not.
+        CaptureError: A world is neither 0 nor 1.
     """
     for capture in captures:
         if capture.world not in (None, 0, 1):
-            raise CaptureError(f"{capture.name} must be of world 0 or 1, or say nothing of it, got {capture.world}")
+            raise CaptureError(f"{capture.name} must be of world 0 or 1, or name no world, got {capture.world}")
     return {capture.world for capture in captures}
 
 
-def _told(root: Folder, labels: set[int | None]) -> tuple[WorldsFile, str, RunLedger]:
-    """What the worlds of labelled captures are, where that stands, and which runs were started.
+def _find_worlds_file(root: Folder, labels: set[int | None]) -> tuple[WorldsFile, str, RunLedger]:
+    """Find the description of the worlds of labelled captures, its path, and the ledger of started runs.
 
-    Of one capture in the folder of others nobody asks where these are.
+    The ledger is left out for one capture in a folder of several: the others are not audited.
     """
     named = " and ".join(sorted("none" if label is None else str(label) for label in labels))
     if None in labels or 0 not in labels:
@@ -412,39 +419,39 @@ def _told(root: Folder, labels: set[int | None]) -> tuple[WorldsFile, str, RunLe
     above = root.get_subfolder("..")
     for place in (root, root.get_subfolder("captures"), above):
         if WORLDS_FILE in place.list_names():
-            told = read_worlds(place)
-            ledger = read_run_ledger(place, told)
-            return told, f"{place.name}/{WORLDS_FILE}", None if place is above else ledger
+            worlds_file = read_worlds(place)
+            ledger = read_run_ledger(place, worlds_file)
+            return worlds_file, f"{place.name}/{WORLDS_FILE}", None if place is above else ledger
     raise CaptureError(
-        f"captures in {root.name} are of world {named}: there must be a {WORLDS_FILE} beside them that says what the worlds are"
+        f"captures in {root.name} are of world {named}: a {WORLDS_FILE} next to them must describe the worlds, and there is none"
     )
 
 
-def _require_asked(asked: AuditRequest, learner: str, where: str) -> None:
-    """The swap has been made: no other one can be asked for."""
-    if asked.learner not in (None, learner):
-        raise SpecError(f"--learner must be {learner}, whose record was swapped in these captures ({where})")
-    if asked.record is not None:
-        raise SpecError(f"--record is for runs that are still to be made: these captures have their swap ({where})")
+def _require_matching_request(request: AuditRequest, learner: str, source: str) -> None:
+    """Refuse a request for another learner or record than that of the captures."""
+    if request.learner not in (None, learner):
+        raise SpecError(f"--learner must be {learner}, whose record was replaced in these captures ({source})")
+    if request.record is not None:
+        raise SpecError(f"--record is for new runs only: the record of these captures is already replaced ({source})")
 
 
 def _require_no_canaries(place: str) -> None:
-    """A run with canaries learned other records than its spec's.
+    """Refuse a run with canaries, whose records differ from those of its spec.
 
     Raises:
-        SpecError: there are some beside the captures.
+        SpecError: There are canaries next to the captures.
     """
     if (found := find_commitment(place)) is not None:
-        raise SpecError(f"this run had canaries in its records ({found}): watch it with sottovoce watch --canary-file")
+        raise SpecError(f"the run must have no canaries, and has some ({found}): use sottovoce watch --canary-file")
 
 
 def require_wire_threat(threat: ThreatModel) -> None:
-    """Refuse what no channel carries.
+    """Refuse a threat model of which channels carry nothing.
 
     Raises:
-        SpecError: published decisions are asked for.
+        SpecError: It is that of published decisions.
     """
     if threat is ThreatModel.OUTPUT:
         raise SpecError(
-            "--threat output is about published decisions, which no channel carries: audit it on the simulator"
+            "--threat output is about published decisions, which no channel carries: audit them on the simulator"
         )

@@ -1,4 +1,4 @@
-"""`sottovoce eavesdropper audit`: the audit of captures of a foreign service, its file of noise claims, its page and its JSON."""
+"""`sottovoce eavesdropper audit`: audit captures of a foreign service; its file of noise claims, its page and its JSON."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ from sottovoce_core.yaml_files import parse_document, read_text_file, require_ma
 # ---- noise file ------------------------------------------------------------------------------------------------------
 
 _KEYS = {"distribution", "scale", "centre"}
-_WHAT = "a file of noise claims"
+_FILE_KIND = "a file of noise claims"
 
 
-def _load_noise(path: Path) -> dict[str, NoiseClaim]:
-    """Read the claims of a file, by decoded field.
+def _load_noise_claims(path: Path) -> dict[str, NoiseClaim]:
+    """Load a file of noise claims, by decoded field.
 
     Raises:
-        SpecError: it cannot be read, or does not say what it should.
+        SpecError: It cannot be read, or is invalid.
     """
-    document = parse_document(read_text_file(path, _WHAT), str(path), _WHAT)
+    document = parse_document(read_text_file(path, _FILE_KIND), str(path), _FILE_KIND)
     if not document:
         raise SpecError(f"{path} must name decoded fields, got none")
     found = {}
     for name, given in document.items():
         where = f"{path}, {name}"
-        found[str(name)] = _claim(require_mapping(given, where, "a noise claim"), where)
+        found[str(name)] = _parse_claim(require_mapping(given, where, "a noise claim"), where)
     return found
 
 
-def _claim(fields: Mapping[Any, Any], where: str) -> NoiseClaim:
+def _parse_claim(fields: Mapping[Any, Any], where: str) -> NoiseClaim:
     if extra := sorted(map(str, fields.keys() - _KEYS)):
         raise SpecError(f"{where}: a noise claim has distribution, scale and centre, got {extra[0]}")
     distribution = fields.get("distribution")
@@ -78,11 +78,11 @@ def _claim(fields: Mapping[Any, Any], where: str) -> NoiseClaim:
         raise SpecError(
             f"{where}: scale must be a number above 0, or a list of them, one for each message, got {scale}"
         )
-    return NoiseClaim(distribution, tuple(scales), _centre(fields.get("centre"), f"{where}: centre"))
+    return NoiseClaim(distribution, tuple(scales), _parse_centre(fields.get("centre"), f"{where}: centre"))
 
 
-def _centre(given: Any, where: str) -> Centre | None:
-    """Numbers for both worlds, by world, or a function's; None: not known."""
+def _parse_centre(given: Any, where: str) -> Centre | None:
+    """Parse a centre: values for both worlds, values by world, or a function; None: not known."""
     if given is None:
         return None
     if isinstance(given, str):
@@ -109,56 +109,57 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 # ---- report ----------------------------------------------------------------------------------------------------------
 
 _RUNS = np.geomspace(16, 20_000, 40).astype(int)
-"""Of each world, that the figure of power shows."""
+"""Runs of each world in the figure of power."""
 
-_TALL = 3.0
-"""Of the claim, how far that figure reaches."""
+_MAX_CLAIM_MULTIPLE = 3.0
+"""Upper limit of that figure, as a multiple of the claim."""
 
 
-def _foreign_page(done: ForeignAudit, reading: ForeignRuns, asked: ForeignRequest, digest: str) -> Page:
-    """The page of an audit.
+def _build_page(done: ForeignAudit, reading: ForeignRuns, request: ForeignRequest, digest: str) -> Page:
+    """Build the page of an audit.
 
     Args:
         done: the audit.
-        reading: what was read of the captures.
-        asked: the request.
+        reading: content of the captures.
+        request: options of the audit.
         digest: SHA-256 of its `audit.json`.
     """
     found = done.findings
     kinds = {
-        test: [str(sign) for sign in done.anomalies if sign.test == test] for test in ("repetition", "equivocation")
+        test: [str(anomaly) for anomaly in done.anomalies if anomaly.test == test]
+        for test in ("repetition", "equivocation")
     }
     values: dict[str, Any] = {
         "done": done,
         "found": found,
         "reading": reading,
-        "asked": asked,
-        "name": asked.name,
+        "request": request,
+        "name": request.name,
         "kinds": kinds,
         "weak_epsilon": WEAK_EPSILON,
         "best_guess": 100.0 / (1.0 + math.exp(-found.claim)),
         "failed_tests": [test for test in found.tests if test.is_significant],
-        "command": _command(asked),
+        "command": _build_command(request),
         "centred": done.noise is not None and not math.isnan(done.noise.epsilon),
         "digest": digest,
         "digest_lines": DIGEST_LINES,
     }
-    return Page("foreign.html.j2", [*_figures(done), *_tables(done)], values)
+    return Page("foreign.html.j2", [*_plot_figures(done), *_build_tables(done)], values)
 
 
-def _figures(done: ForeignAudit) -> Iterator[Figure]:
+def _plot_figures(done: ForeignAudit) -> Iterator[Figure]:
     if done.leaks:
         first = done.leaks[0]
         yield plot_worlds("leak", first.place[:1].upper() + first.place[1:], first.values, first.worlds, first.place)
     shown = done.noise.noise_sample if done.noise is not None else np.empty(0)
     yield plot_noise(shown)
     yield plot_quantiles(shown)
-    yield _power(done)
+    yield _plot_power(done)
 
 
-def _power(done: ForeignAudit) -> Figure:
-    """What guesses show with so many runs: of a service with half of its noise, and of one that keeps nothing back."""
-    found, title = done.findings, "What more runs would show"
+def _plot_power(done: ForeignAudit) -> Figure:
+    """Plot the bound by number of runs: for a service with half of its noise, and for all guesses right."""
+    found, title = done.findings, "Bound by number of runs"
     if not 0.0 < found.claim < math.inf or math.isinf(found.needed_runs):
         return Figure("power", title, (), ())
     power = PowerAnalysis(found.claim, found.delta, done.message_count, found.alpha_allocation)
@@ -173,9 +174,9 @@ def _power(done: ForeignAudit) -> Figure:
     )
     marks = [
         make_reference_line(
-            runs, np.where(best <= _TALL * found.claim, best, math.nan), "every guess right", PINK, "dot"
+            runs, np.where(best <= _MAX_CLAIM_MULTIPLE * found.claim, best, math.nan), "every guess right", PINK, "dot"
         ),
-        make_line(runs, halved, "half of the noise, best of guessers", GREEN, width=2.2),
+        make_line(runs, halved, "half of the noise, optimal guesses", GREEN, width=2.2),
         make_reference_line(runs[[0, -1]], [found.claim] * 2, "claim"),
         make_vertical_line(found.runs, "this audit", BLUE, "solid"),
     ]
@@ -185,11 +186,11 @@ def _power(done: ForeignAudit) -> Figure:
     )
 
 
-def _tables(done: ForeignAudit) -> Iterator[PageTable]:
+def _build_tables(done: ForeignAudit) -> Iterator[PageTable]:
     rows = [(leak.place, leak.view, leak.auc) for leak in done.leaks]
     columns = (
         PageColumn("number", kind="long"),
-        PageColumn("seen in", kind="long"),
+        PageColumn("view", kind="long"),
         PageColumn("AUC", lambda auc: format_number(auc, 3)),
     )
     yield PageTable("leaks", "Numbers that differ between the worlds", columns, rows)
@@ -198,17 +199,17 @@ def _tables(done: ForeignAudit) -> Iterator[PageTable]:
     yield build_guesses_table("timed", "Guesses by time, which do not count", done.timing_bounds)
 
 
-def _command(asked: ForeignRequest) -> str:
-    """The command that makes the same audit."""
-    words = ["sottovoce", "eavesdropper", "audit", str(asked.folder)]
+def _build_command(request: ForeignRequest) -> str:
+    """Build the command line of this audit."""
+    words = ["sottovoce", "eavesdropper", "audit", str(request.folder)]
     given = {
-        "--decoder": asked.decoder,
-        "--run-boundary": asked.run_is,
-        "--claim": None if math.isinf(asked.claim) else f"{asked.claim:g}",
-        "--delta": f"{asked.delta:g}" if asked.delta else None,
-        "--noise-distribution": asked.noise_claims_file,
-        "--confidence": f"{asked.confidence:g}",
-        "--seed": asked.seed,
+        "--decoder": request.decoder,
+        "--run-boundary": request.run_boundary,
+        "--claim": None if math.isinf(request.claim) else f"{request.claim:g}",
+        "--delta": f"{request.delta:g}" if request.delta else None,
+        "--noise-distribution": request.noise_claims_file,
+        "--confidence": f"{request.confidence:g}",
+        "--seed": request.seed,
     }
     words += [str(word) for flag, value in given.items() if value is not None for word in (flag, value)]
     return shlex.join(words)
@@ -218,27 +219,27 @@ def _command(asked: ForeignRequest) -> str:
 
 
 def audit_foreign_captures(request: ForeignRequest, out: Path, console: Console | None = None) -> int:
-    """Audit what relays recorded of two worlds, print what was found, and write `audit.json` and `audit.html`.
+    """Audit captures of two worlds by relays, print the results, and write `audit.json` and `audit.html`.
 
     Args:
-        asked: the request.
-        out: folder for the results.
+        request: options of the audit.
+        out: folder of the results.
         console: where to print (default: standard output).
 
     Returns:
         The exit code: 1 if the claim is refuted, else 0, or `terminal.INCOMPLETE` if the page could not be made.
 
     Raises:
-        SpecError: the decoder or the file of noise claims cannot be used, or scipy or scikit-learn are not installed.
-        CaptureError: no captures, or not of both worlds.
+        SpecError: The decoder or the file of noise claims cannot be used, or scipy or scikit-learn are not installed.
+        CaptureError: There are no captures, or not of both worlds.
     """
     console = console or terminal.create_console()
     if request.delta > 0.0 and math.isinf(request.claim):
-        raise SpecError("--delta needs --claim, the epsilon that is claimed at this delta")
-    reader = None if request.decoder is None else load_decoder(request.decoder)
-    noise = None if request.noise_claims_file is None else _load_noise(request.noise_claims_file)
-    with terminal.show_progress_bar("reading the captures") as say:
-        reading = read_runs(request.folder, reader, request.run_is)
+        raise SpecError("--delta needs --claim, the claimed epsilon at this delta")
+    decoder = None if request.decoder is None else load_decoder(request.decoder)
+    noise = None if request.noise_claims_file is None else _load_noise_claims(request.noise_claims_file)
+    with terminal.show_progress_bar("reading the captures") as report:
+        reading = read_runs(request.folder, decoder, request.run_boundary)
         done = audit_traffic(
             reading.runs,
             claim=request.claim,
@@ -246,61 +247,61 @@ def audit_foreign_captures(request: ForeignRequest, out: Path, console: Console 
             noise=noise,
             confidence=request.confidence,
             seed=request.seed,
-            on_stage=say,
+            on_stage=report,
         )
-    write_json(out / "audit.json", _document(done, reading, request))
+    write_json(out / "audit.json", _build_document(done, reading, request))
     digest = hashlib.sha256((out / "audit.json").read_bytes()).hexdigest()
     page = out / "audit.html"
-    code = terminal.attempt(str(page), lambda: _foreign_page(done, reading, request, digest).write(page))
-    print_verdict(done.verdict, request.name, _rows(done, reading, request), _notes(done, reading, request), console)
+    code = terminal.attempt(str(page), lambda: _build_page(done, reading, request, digest).write(page))
+    rows, notes = _list_rows(done, reading, request), _list_notes(done, reading, request)
+    print_verdict(done.verdict, request.name, rows, notes, console)
     console.out(f"{out}: audit.json{'' if code else ', audit.html'}", highlight=False)
     return 1 if done.verdict.kind == "refuted" else code
 
 
-def _document(done: ForeignAudit, reading: ForeignRuns, asked: ForeignRequest) -> dict[str, Any]:
-    """`audit.json` of a service that is not ours."""
+def _build_document(done: ForeignAudit, reading: ForeignRuns, request: ForeignRequest) -> dict[str, Any]:
+    """Build `audit.json` of a foreign service."""
     noise = done.noise
     return {
         "sottovoce": version("sottovoce"),
         "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "verdict": done.verdict,
-        "captures_sha256": reading.capture_digests,  # of capture.json and the parts of every capture, by its path in the folder
-        "run_is": asked.run_is,
+        "captures_sha256": reading.capture_digests,  # of every capture, by its path in the folder
+        "run_is": request.run_boundary,
         "runs_of_each_world": done.runs,
-        "runs_left_out": done.excluded_runs,  # to make both worlds as frequent
-        "worlds_in_turns": done.is_interleaved,  # they follow each other as coins do
+        "runs_left_out": done.excluded_runs,  # to balance both worlds
+        "worlds_in_turns": done.is_interleaved,  # their order is compatible with coins
         "confidence": 1.0 - done.findings.alpha_allocation.alpha,
-        "seed": asked.seed,  # of the split and the classifiers
+        "seed": request.seed,  # of the split and the classifiers
         "epsilon": {
-            "claimed": done.findings.claim,  # by the owner, for a run; null: nothing
-            "delta": done.findings.delta,  # at which it is claimed and bounded
-            "lower_bound": done.findings.epsilon_lower_bound,  # timing left aside
-            "most_that_so_many_runs_show": done.max_provable_epsilon,  # if every guess were right
+            "claimed": done.findings.claim,  # by the owner, for a run; null: no claim
+            "delta": done.findings.delta,  # of the claim and the bound
+            "lower_bound": done.findings.epsilon_lower_bound,  # without timing
+            "max_provable": done.max_provable_epsilon,  # if every guess were right
         },
-        "would_have_found": done.findings.detectable_effects,  # the smallest violations that would have been found, nine times in ten
-        "not_found_even": done.findings.undetectable_violation or None,  # the plainest violation that would not
+        # The smallest violations found with probability 0.9, and the most obvious one that is not found.
+        "minimum_detectable_effects": done.findings.detectable_effects,
+        "undetectable_effect": done.findings.undetectable_violation or None,
         "black_box": list_attempts(done.findings.bounds),
         "leaks": [
             {"number": leak.place, "view": leak.view, "auc": leak.auc} for leak in done.leaks
-        ],  # numbers that tell the worlds apart, the clearest first
-        "timing": list_attempts(
-            done.timing_bounds
-        ),  # shown and not judged: two processes differ in it whatever they hold
+        ],  # the clearest first
+        "timing": list_attempts(done.timing_bounds),  # not judged: two processes always differ in time
         "noise": None
-        if noise is None or asked.noise_claims_file is None
+        if noise is None or request.noise_claims_file is None
         else {
             "claimed_sha256": hashlib.sha256(
-                asked.noise_claims_file.read_bytes()
-            ).hexdigest(),  # of the file behind --noise
-            "epsilon": noise.epsilon,  # of a run, if the noise is what is claimed; null: centres are not known
+                request.noise_claims_file.read_bytes()
+            ).hexdigest(),  # of the file of noise claims
+            "epsilon": noise.epsilon,  # of a run, if the noise claims hold; null: centres are not known
             "numbers": noise.noise_count,
             "not_tested": noise.exclusions,
             "tests": done.findings.tests,
         },
-        "findings": done.anomalies,  # what was said twice
+        "findings": done.anomalies,  # repetitions and equivocations
         "messages": reading.message_count,
         "decoder": {
-            "name": asked.decoder,  # `module:function`; null: only bytes were looked at
+            "name": request.decoder,  # `module:function`; null: only bytes are examined
             "decoded": reading.decoded_count,
             "failed": reading.failed_count,
             "first_failures": reading.failures,
@@ -308,66 +309,67 @@ def _document(done: ForeignAudit, reading: ForeignRuns, asked: ForeignRequest) -
         "captures_not_closed": reading.unclosed_captures,
         "runs_cut_short": reading.truncated_runs,
         "connections_left_out": reading.ambiguous_connections,
-        "streams_of_no_run": reading.unnamed_streams,
+        "unassigned_streams": reading.unnamed_streams,
     }
 
 
-def _rows(done: ForeignAudit, reading: ForeignRuns, asked: ForeignRequest) -> Iterator[TableRow]:
+def _list_rows(done: ForeignAudit, reading: ForeignRuns, request: ForeignRequest) -> Iterator[TableRow]:
     if done.noise is not None:
-        yield format_tests_row(done.findings, "conformance", "the noise is what is claimed", "no noise to test")
+        yield format_tests_row(done.findings, "conformance", "the noise is as claimed", "no noise to test")
     for family, bounds in (("black box", done.findings.bounds), ("timing", done.timing_bounds)):
         for bound in bounds:
-            _, seen, result, least, claimed = format_guess_row(bound)
-            yield family, seen, result, least, claimed if math.isfinite(bound.claim) else MISSING_VALUE
+            _, subject, result, bound_text, claim = format_guess_row(bound)
+            yield family, subject, result, bound_text, claim if math.isfinite(bound.claim) else MISSING_VALUE
     tests = {"repetition": "numbers or messages repeated", "equivocation": "one sender, one round, other bytes"}
-    for test, what in tests.items():
+    for test, subject in tests.items():
         yield (
             test,
-            what,
-            "; ".join(str(sign) for sign in done.anomalies if sign.test == test) or "none",
+            subject,
+            "; ".join(str(anomaly) for anomaly in done.anomalies if anomaly.test == test) or "none",
             MISSING_VALUE,
             MISSING_VALUE,
         )
-    if asked.decoder is not None:
+    if request.decoder is not None:
         failed = f", {format_count(reading.failed_count)} failed" if reading.failed_count else ""
         yield (
             "decoder",
-            asked.decoder,
+            request.decoder,
             f"{format_count(reading.decoded_count)} messages read{failed}",
             MISSING_VALUE,
             MISSING_VALUE,
         )
 
 
-def _notes(done: ForeignAudit, reading: ForeignRuns, asked: ForeignRequest) -> Iterator[str]:
+def _list_notes(done: ForeignAudit, reading: ForeignRuns, request: ForeignRequest) -> Iterator[str]:
     first, second = done.runs
     yield (
-        f"{pluralize(first, 'run')} of world 0, {format_count(second)} of world 1; a run is one {asked.run_is}. "
+        f"{pluralize(first, 'run')} of world 0, {format_count(second)} of world 1; a run is one {request.run_boundary}. "
         f"{pluralize(reading.message_count, 'message')}."
     )
     if done.leaks:
-        yield f"Most shows in: {'; '.join(map(str, done.leaks))}."
+        yield f"Clearest leaks: {'; '.join(map(str, done.leaks))}."
     if done.noise is not None:
         yield from (f"{each}." for each in done.noise.exclusions)
     if reading.ambiguous_connections:
         yield (
-            f"{pluralize(reading.ambiguous_connections, 'connection')} left out: silent for a second between calls, so each may be two that came "
-            "from one port. Let clients name their runs, and use --run-boundary metadata:KEY."
+            f"{pluralize(reading.ambiguous_connections, 'connection')} left out: idle for a second between calls, so each may be "
+            "two connections from one port. Let clients name their runs, and use --run-boundary metadata:KEY."
         )
     if reading.unnamed_streams:
-        yield f"{pluralize(reading.unnamed_streams, 'stream')} left out: no metadata name their run."
+        yield f"{pluralize(reading.unnamed_streams, 'stream')} left out: no metadata with the name of their run."
     if done.excluded_runs:
         yield f"Worlds were not equally frequent: {pluralize(done.excluded_runs, 'run')} left out."
     if not done.is_interleaved:
-        yield "Worlds did not take turns as coins do: what changes with time (a clock, a counter) tells them apart, too."
+        yield "Worlds did not alternate as coins do: changes with time (a clock, a counter) tell them apart, too."
     if any(bound.value > 0.0 for bound in done.timing_bounds):
-        yield "Time tells the worlds apart. Two processes differ in it whatever they hold, so the verdict leaves it aside."
+        yield "Timing tells the worlds apart. Two processes always differ in time, so the verdict does not include it."
     if reading.unclosed_captures:
-        yield f"{pluralize(reading.unclosed_captures, 'capture')} not closed: what was in memory is missing."
+        yield f"{pluralize(reading.unclosed_captures, 'capture')} not closed: the last messages may be missing."
     if reading.truncated_runs:
-        yield f"{pluralize(reading.truncated_runs, 'run')} said more than is looked at."
+        yield f"{pluralize(reading.truncated_runs, 'run')} had more messages than are examined."
     for failure in reading.failures:
         yield f"The decoder failed on {failure}"
     if done.findings.detectable_effects and done.verdict.kind in ("consistent", "inconclusive"):
-        yield f"Would have been found, nine times in ten: {'; '.join(each.text for each in done.findings.detectable_effects)}."
+        effects = "; ".join(each.text for each in done.findings.detectable_effects)
+        yield f"Detectable with probability 0.9: {effects}."
     yield describe_max_epsilon(done.max_provable_epsilon, done.findings.needed_runs, done.findings.claim)

@@ -1,4 +1,4 @@
-"""Captures of foreign services as runs: rows grouped by connection or stream, and read with the user's decoder."""
+"""Captures of foreign services as runs: rows grouped by connection or stream, and decoded by the user's decoder."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from sottovoce_core.registry import import_object
 from sottovoce_eavesdropper.capture_reader import Capture, find_captures
 from sottovoce_eavesdropper.storage import open_folder
 
-RunGrouping = str
-"""What a run is: `connection`, `stream`, or `metadata:KEY`: the streams with one value of an entry that the client sends."""
+RunBoundary = str
+"""Definition of a run: `connection`, `stream`, or `metadata:KEY`: the streams with one value of a client's metadata entry."""
 _Decoder = Callable[[str, str, bytes], Mapping[str, Any] | DecodedMessage | None]
 
 _PAUSE_NS = 1_000_000_000
-"""After so long without a stream, an address may be that of another connection: systems use ports again."""
+"""Minimum time without streams after which an address may be that of another connection, because ports are reused."""
 
 _MAX_FRAMES_PER_RUN = 512
-"""What a run says beyond so many messages, metadata and trailers is not looked at."""
+"""Maximum number of examined messages, metadata and trailers of a run."""
 
 _MAX_NAMED_FAILURES = 5
-"""Of messages that a decoder fails on, so many are named."""
+"""Maximum number of named decoder failures."""
 
 _COLUMNS = ("connection", "stream", "method", "direction", "kind", "wall_ns", "mono_ns", "size", "payload")
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignRequest:
-    """What is asked of captures of a service that is not ours.
+    """Options of an audit of captures of a foreign service.
 
     Attributes:
-        folder: with captures of both worlds below it.
-        decoder: `module:function` that reads a message; None: only bytes are looked at.
-        run_is: what one run is.
-        claim: epsilon that the owner claims for a run; infinite: nothing is.
-        delta: at which it is claimed.
-        noise: file of what is claimed of the noise in decoded fields; None: nothing is.
-        confidence: with which a claim that holds is not refuted.
-        seed: of the split and the classifiers.
+        folder: folder with captures of both worlds.
+        decoder: `module:function` that decodes a message; None: only bytes are examined.
+        run_boundary: definition of a run.
+        claim: claimed epsilon of a run; infinite: no claim.
+        delta: delta of the claim.
+        noise_claims_file: file of claims about the noise in decoded fields; None: no claims.
+        confidence: probability that a correct claim is not refuted.
+        seed: seed of the split and the classifiers.
     """
 
     folder: str | Path
     decoder: str | None = None
-    run_is: RunGrouping = "connection"
+    run_boundary: RunBoundary = "connection"
     claim: float = math.inf
     delta: float = 0.0
     noise_claims_file: Path | None = None
@@ -64,25 +64,25 @@ class ForeignRequest:
 
     @property
     def name(self) -> str:
-        """Name of the folder."""
+        """Name of the folder of the captures."""
         return PurePosixPath(str(self.folder)).name or str(self.folder)
 
 
 @dataclass(slots=True)
 class ForeignRuns:
-    """What was read of the captures.
+    """Content of the captures.
 
     Attributes:
-        runs: all of them.
-        messages: how many passed.
-        decoded: how many of those that were looked at the decoder read.
-        failed: how many it failed on.
-        failures: where it failed first, and why.
-        unfinished: captures that were not closed.
-        cut: runs that said more than is looked at.
-        paused: connections that were left out, because they may be two.
-        unnamed: streams that were left out, because their metadata do not name a run.
-        captures: SHA-256 of every capture, by its path in the folder.
+        runs: all runs.
+        message_count: number of all messages.
+        decoded_count: number of examined messages that the decoder decoded.
+        failed_count: number of messages on which the decoder failed.
+        failures: first failures and their reasons.
+        unclosed_captures: number of captures that were not closed.
+        truncated_runs: number of runs with more messages than are examined.
+        ambiguous_connections: number of excluded connections that may be two.
+        unnamed_streams: number of excluded streams whose metadata name no run.
+        capture_digests: SHA-256 of every capture, by its path in the folder.
     """
 
     runs: list[RunTraffic] = field(default_factory=list)
@@ -98,10 +98,10 @@ class ForeignRuns:
 
 
 def load_decoder(name: str) -> _Decoder:
-    """The function that `module:function` names.
+    """Import the decoder `module:function`.
 
     Raises:
-        SpecError: it cannot be imported, or called.
+        SpecError: It cannot be imported, or is not callable.
     """
     module, _, attribute = name.partition(":")
     if not (module and attribute):
@@ -113,115 +113,120 @@ def load_decoder(name: str) -> _Decoder:
     return decoder
 
 
-def read_runs(folder: str | Path, decoder: _Decoder | None, run_is: RunGrouping) -> ForeignRuns:
-    """All runs of all captures below a folder.
+def read_runs(folder: str | Path, decoder: _Decoder | None, run_boundary: RunBoundary) -> ForeignRuns:
+    """Read all runs of all captures in a folder and below.
 
     Raises:
-        CaptureError: there is none, one cannot be read, one is of no world, or the decoder could read nothing at all.
-        SpecError: nobody knows what a run is.
+        CaptureError: There is no capture, one cannot be read or has no world, or the decoder failed on all messages.
+        SpecError: The run boundary is invalid.
     """
-    if run_is not in ("connection", "stream") and not (run_is.startswith("metadata:") and run_is != "metadata:"):
-        raise SpecError(f"--run-boundary must be connection, stream or metadata:KEY, got {run_is}")
+    is_by_metadata = run_boundary.startswith("metadata:") and run_boundary != "metadata:"
+    if run_boundary not in ("connection", "stream") and not is_by_metadata:
+        raise SpecError(f"--run-boundary must be connection, stream or metadata:KEY, got {run_boundary}")
     place = open_folder(folder)
     captures = list(find_captures(place))
     if not captures:
-        raise CaptureError(f"{folder} has no captures: record some with sottovoce eavesdropper relay")
+        raise CaptureError(f"{folder} must have captures, and has none: record some with sottovoce eavesdropper relay")
     reading = ForeignRuns(unclosed_captures=sum(not capture.is_complete for capture in captures))
     for capture in captures:
         if capture.world not in (0, 1):
             raise CaptureError(f"the capture {capture.name} must be of world 0 or 1 (--world), got {capture.world}")
-        _read(capture, capture.world, decoder, run_is, reading)
+        _add_runs(capture, capture.world, decoder, run_boundary, reading)
         name = capture.name.removeprefix(f"{place.name}/")
         reading.capture_digests[PurePosixPath(name).name if name == place.name else name] = capture.compute_digests()[0]
     if reading.failed_count and not reading.decoded_count:
         raise CaptureError(
-            f"the decoder read none of {reading.failed_count:,} messages, so nothing would be tested; first: {reading.failures[0]}"
+            f"the decoder must decode some message, and failed on all {reading.failed_count:,}; first: {reading.failures[0]}"
         )
     return reading
 
 
-def _read(capture: Capture, world: int, decoder: _Decoder | None, run_is: RunGrouping, reading: ForeignRuns) -> None:
-    """Add the runs of one capture, a part at a time."""
-    runs: dict[object, _Run] = {}
-    named: dict[int, str | None] = {}
-    for row in _rows(capture):
+def _add_runs(
+    capture: Capture, world: int, decoder: _Decoder | None, run_boundary: RunBoundary, reading: ForeignRuns
+) -> None:
+    """Add the runs of one capture, read in parts."""
+    runs: dict[object, _PartialRun] = {}
+    names: dict[int, str | None] = {}
+    for row in _iterate_rows(capture):
         reading.message_count += row["kind"] == "message"
-        key = row[run_is] if run_is in ("connection", "stream") else _named(row, run_is, named)
+        key = (
+            row[run_boundary] if run_boundary in ("connection", "stream") else _find_run_name(row, run_boundary, names)
+        )
         if key is None:
             continue
-        run = runs.setdefault(key, _Run(row["wall_ns"], row["mono_ns"]))
-        run.see(row)
-        reading.truncated_runs += len(run.heard) == _MAX_FRAMES_PER_RUN
-        if len(run.heard) > _MAX_FRAMES_PER_RUN:
+        run = runs.setdefault(key, _PartialRun(row["wall_ns"], row["mono_ns"]))
+        run.track_streams(row)
+        reading.truncated_runs += len(run.frames) == _MAX_FRAMES_PER_RUN
+        if len(run.frames) > _MAX_FRAMES_PER_RUN:
             continue
         decoded = None
         if row["kind"] == "message" and decoder is not None:
-            decoded = _decoded(decoder, row, f"{capture.metadata['capture_id']}, {run_is} {key}", reading)
+            decoded = _decode(decoder, row, f"{capture.metadata['capture_id']}, {run_boundary} {key}", reading)
         stream = run.streams.setdefault(row["stream"], len(run.streams))
-        run.heard.append(_heard(row, stream, (row["mono_ns"] - run.mono_ns) / 1e9, decoded))
-    reading.unnamed_streams += sum(name is None for name in named.values())
+        run.frames.append(_read_frame(row, stream, (row["mono_ns"] - run.mono_ns) / 1e9, decoded))
+    reading.unnamed_streams += sum(name is None for name in names.values())
     for key, run in runs.items():
-        if run_is == "connection" and run.paused:
+        if run_boundary == "connection" and run.has_pause:
             reading.ambiguous_connections += 1
             continue
-        name = f"{capture.metadata['capture_id']}, {run_is} {key}"
-        reading.runs.append(RunTraffic(world, name, run.wall_ns / 1e9, tuple(run.heard[:_MAX_FRAMES_PER_RUN])))
+        name = f"{capture.metadata['capture_id']}, {run_boundary} {key}"
+        reading.runs.append(RunTraffic(world, name, run.wall_ns / 1e9, tuple(run.frames[:_MAX_FRAMES_PER_RUN])))
 
 
 @dataclass(slots=True)
-class _Run:
-    """A run as it is gathered: when it began, and whether it was silent for long between two streams."""
+class _PartialRun:
+    """A run while it is read: its start time, its frames, and whether it had a long pause between two streams."""
 
     wall_ns: int
     mono_ns: int
-    heard: list[CapturedFrame] = field(default_factory=list)
+    frames: list[CapturedFrame] = field(default_factory=list)
     streams: dict[int, int] = field(default_factory=dict)
-    paused: bool = False
+    has_pause: bool = False
     _open: set[int] = field(default_factory=set)
     _last_ns: int = 0
 
-    def see(self, row: Mapping[str, Any]) -> None:
+    def track_streams(self, row: Mapping[str, Any]) -> None:
         if self.streams and not self._open and row["mono_ns"] - self._last_ns >= _PAUSE_NS:
-            self.paused = True
+            self.has_pause = True
         self._last_ns = row["mono_ns"]
         (self._open.discard if row["kind"] == "trailers" else self._open.add)(row["stream"])
 
 
-def _named(row: Mapping[str, Any], run_is: RunGrouping, named: dict[int, str | None]) -> str | None:
-    """The run that a stream's metadata name, which a client sends first; None: they name none."""
+def _find_run_name(row: Mapping[str, Any], run_boundary: RunBoundary, names: dict[int, str | None]) -> str | None:
+    """Return the run named by a stream's metadata, which a client sends first; None if they name none."""
     stream = row["stream"]
-    if stream not in named:
+    if stream not in names:
         first = row["kind"] == "metadata" and row["direction"] == "out"
-        entries = _heard(row, 0, 0.0, None).entries if first else ()
-        named[stream] = next((value for key, value in entries if f"metadata:{key}" == run_is), None)
-    return named[stream]
+        entries = _read_frame(row, 0, 0.0, None).entries if first else ()
+        names[stream] = next((value for key, value in entries if f"metadata:{key}" == run_boundary), None)
+    return names[stream]
 
 
-def _rows(capture: Capture) -> Iterator[dict[str, Any]]:
+def _iterate_rows(capture: Capture) -> Iterator[dict[str, Any]]:
     for batch in capture.read_batches(_COLUMNS):
-        for k in range(0, batch.num_rows, 64):  # as Python objects, payloads take their space twice
+        for k in range(0, batch.num_rows, 64):  # few at a time: Python objects double the memory of payloads
             yield from batch.slice(k, 64).to_pylist()
 
 
-def _heard(row: Mapping[str, Any], stream: int, seconds: float, decoded: DecodedMessage | None) -> CapturedFrame:
+def _read_frame(row: Mapping[str, Any], stream: int, seconds: float, decoded: DecodedMessage | None) -> CapturedFrame:
     payload = row["payload"]
-    heard = CapturedFrame(row["kind"], row["method"], row["direction"], stream, seconds, row["size"])
-    if heard.kind == "message":
-        return replace(heard, head=payload[:MAX_HEAD_BYTES], digest=digest(payload), decoded_message=decoded)
-    return parse_metadata(heard, payload)
+    frame = CapturedFrame(row["kind"], row["method"], row["direction"], stream, seconds, row["size"])
+    if frame.kind == "message":
+        return replace(frame, head=payload[:MAX_HEAD_BYTES], digest=digest(payload), decoded_message=decoded)
+    return parse_metadata(frame, payload)
 
 
-def _decoded(decoder: _Decoder, row: Mapping[str, Any], run: str, reading: ForeignRuns) -> DecodedMessage | None:
-    """What the user's decoder makes of a message; what it raises is noted, whatever it is."""
+def _decode(decoder: _Decoder, row: Mapping[str, Any], run: str, reading: ForeignRuns) -> DecodedMessage | None:
+    """Decode a message with the user's decoder; count and name any exception."""
     try:
         found = decoder(row["method"], row["direction"], row["payload"])
         if found is None:
             return None
         given = found if isinstance(found, DecodedMessage) else DecodedMessage(found)
         fields = {str(name): flatten_numbers(values) for name, values in given.fields.items()}
-        known = DecodedMessage(fields, None if given.round is None else int(given.round), given.sender)
-        hash(known.sender)
-    except Exception as error:  # noqa: BLE001 - foreign code, fed with foreign bytes: it may raise anything
+        message = DecodedMessage(fields, None if given.round is None else int(given.round), given.sender)
+        hash(message.sender)
+    except Exception as error:  # noqa: BLE001 - foreign code with foreign bytes may raise anything
         reading.failed_count += 1
         if len(reading.failures) < _MAX_NAMED_FAILURES:
             side = "request" if row["direction"] == "out" else "response"
@@ -229,4 +234,4 @@ def _decoded(decoder: _Decoder, row: Mapping[str, Any], run: str, reading: Forei
             reading.failures.append(f"{run}, {row['method']} {side} of {row['size']:,} bytes: {text}")
         return None
     reading.decoded_count += 1
-    return known
+    return message

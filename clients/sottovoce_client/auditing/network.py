@@ -1,7 +1,7 @@
-"""`sottovoce audit --on network` and `--on wiretap`: real services run the spec again and again; a coin chooses each run's world.
+"""`sottovoce audit --on network` and `--on wiretap`: real services run the spec repeatedly; a coin chooses each run's world.
 
-On a wiretap nothing is decrypted, so nothing is known of the messages: it is the black box alone, which has all of the error
-budget, as of a service that is not ours. The same processes live in both worlds, in turns, so times are judged, too.
+A wiretap decrypts nothing, so the messages are unknown: only the black box is used, with the whole alpha allocation, as for a
+foreign service. The same processes run both worlds in turns, so times are judged, too.
 """
 
 from __future__ import annotations
@@ -60,85 +60,92 @@ from sottovoce_eavesdropper.storage import open_folder
 # ---- on the network --------------------------------------------------------------------------------------------------
 
 _MAX_CONSECUTIVE_FAILURES = 5
-"""Runs that fail one after the other until no more are started."""
+"""Maximum number of consecutive failed runs, after which no more are started."""
 
 
 class RunFailed(SottovoceError):
-    """A run of an audit did not reach its end."""
+    """A run of an audit failed."""
 
 
 def audit_on_network(
     plan: AuditPlan, *, report_progress: ProgressReporter, folder: Path, seeded_coins: bool = False
 ) -> Audit:
-    """Audit real services of this machine, every edge overheard by a relay.
+    """Audit real services on this machine, with a relay on every edge.
 
-    Captures, `worlds.json` and the ledger of the runs stay in `captures` below the folder, so that the audit can be repeated
-    from them. The coins are committed to before the first run, and revealed after the last one. Journals and budgets are of
-    these runs alone: nobody's budget is touched.
+    Captures, `worlds.json` and the ledger of the runs stay in `captures` below the folder, so that the audit can be repeated from
+    them. The coins are committed to before the first run, and revealed after the last one. Write-ahead logs and budgets are those
+    of these runs alone: no learner's own budget is spent.
 
     Args:
-        plan: the audit.
-        say: told what is being done.
-        folder: for the results.
-        seeded: the coins come from the plan's seed, for a test that must be repeated: whoever knows the seed knows them.
-            Else from the operating system's entropy.
+        plan: the audit plan.
+        report_progress: progress callback.
+        folder: folder of the results.
+        seeded_coins: take the coins from the plan's seed, for a repeatable test: the seed determines them. Otherwise they come
+            from the operating system's entropy.
 
     Raises:
-        SpecError, RunFailed, CaptureError: as `_made`.
-        Interrupted: told to stop; it says how to go on.
+        SpecError, RunFailed, CaptureError: As `_make_runs`.
+        RunInterrupted: The audit was stopped; the message tells how to go on.
     """
     return audit_captures(
         plan,
-        _made(plan, folder, "relay", "overheard by relays", seeded=seeded_coins, say=report_progress),
+        _make_runs(plan, folder, "relay", "captured by relays", seeded=seeded_coins, report_progress=report_progress),
         report_progress,
     )
 
 
-def _made(
-    plan: AuditPlan, folder: Path, capture: CaptureMethod, how: str, *, seeded: bool, say: ProgressReporter
+def _make_runs(
+    plan: AuditPlan,
+    folder: Path,
+    capture: CaptureMethod,
+    method: str,
+    *,
+    seeded: bool,
+    report_progress: ProgressReporter,
 ) -> AuditRuns:
     """Make all runs of an audit on real services of this machine.
 
     Args:
-        plan: the audit.
-        folder, seeded: as of `audit_on_network`.
-        capture: how edges are overheard; by wiretap, they are encrypted.
-        how: the same in words.
-        say: told what is being done.
+        plan: the audit plan.
+        folder, seeded: as in `audit_on_network`.
+        capture: method of recording edges; with a wiretap, they are encrypted.
+        method: the same in words.
+        report_progress: progress callback.
 
     Raises:
-        SpecError: the listener hears what no channel carries, or the folder holds captures.
-        Interrupted: told to stop.
-        RunFailed: services do not work.
-        CaptureError: as `started`.
+        SpecError: No channel carries what the threat model needs, or the folder holds captures.
+        RunInterrupted: The audit was stopped.
+        RunFailed: Services do not work.
+        CaptureError: As `collect_runs`.
     """
     require_wire_threat(plan.adversary.threat)
-    captures = _fresh(folder)
+    captures = _create_captures_folder(folder)
     worlds, pairs = draw_seeded_coins(plan) if seeded else toss_coins(2 * plan.total_runs), interleave_pairs(plan)
     ledger = RunLedgerWriter(captures, worlds)
     write_worlds(captures, plan, ledger.commitment, pairs, capture=capture, seeded_coins=seeded)
     ledger.bind()
     services = LocalServices(prepare_audit_spec(plan.run.spec, capture), folder, tls=capture == "wiretap")
-    making = _Making(plan, list(zip(pairs, worlds.tolist(), strict=True)), ledger, say)
+    maker = _RunMaker(plan, list(zip(pairs, worlds.tolist(), strict=True)), ledger, report_progress)
     try:
         try:
-            run_async(lambda stop: making.all_runs(services, stop))
+            run_async(lambda stop: maker.make_all(services, stop))
         finally:
             ledger.reveal(list_captures(open_folder(captures)))
     except (RunInterrupted, ServiceDied, RunFailed, OSError) as error:  # the disk may be full
         kind = RunInterrupted if isinstance(error, RunInterrupted) else RunFailed
-        why = "told to stop" if kind is RunInterrupted else str(error)
-        more = f"; what they said is kept: sottovoce audit --captures {captures}" if making.done else ""
-        raise kind(f"{making.done:,} of {2 * plan.total_runs:,} runs were made: {why}{more}") from None
+        reason = "stopped by the operator" if kind is RunInterrupted else str(error)
+        kept = f"; to audit them: sottovoce audit --captures {captures}" if maker.done else ""
+        raise kind(f"{maker.done:,} of {2 * plan.total_runs:,} runs were made: {reason}{kept}") from None
     place = open_folder(captures)
-    told = read_worlds(place)
-    runs = collect_runs(list_captures(place), plan.run, read_run_ledger(place, told), told.find_pair_index)
-    what = f"{pluralize(len(runs.complete_captures), 'run')} of real services on this machine, {how}"
-    return replace(runs, coins=told.coins).with_root(open_folder(folder), what)
+    worlds_file = read_worlds(place)
+    run_ledger = read_run_ledger(place, worlds_file)
+    runs = collect_runs(list_captures(place), plan.run, run_ledger, worlds_file.find_pair_index)
+    description = f"{pluralize(len(runs.complete_captures), 'run')} of real services on this machine, {method}"
+    return replace(runs, coins=worlds_file.coins).with_root(open_folder(folder), description)
 
 
-def _fresh(folder: Path) -> Path:
-    """The folder for captures: those of other runs must not be taken for ours."""
+def _create_captures_folder(folder: Path) -> Path:
+    """Create the folder of captures; it must be empty, so that captures of other runs are not mixed in."""
     captures = folder / "captures"
     if captures.exists() and any(captures.iterdir()):
         raise SpecError(f"{captures} must be empty or missing: --out is for a folder without captures of other runs")
@@ -146,33 +153,37 @@ def _fresh(folder: Path) -> Path:
     return captures
 
 
-class _Making:
-    """The runs of an audit while they are made.
+class _RunMaker:
+    """Makes the runs of an audit.
 
     Args:
-        plan: the audit.
-        lives: of every run its pair of worlds, and the world.
-        ledger: in which they are entered.
-        say: told what is being done.
+        plan: the audit plan.
+        assignments: pair of worlds and world of every run.
+        ledger: ledger of the runs.
+        report_progress: progress callback.
 
     Attributes:
-        done: runs that are finished.
+        done: number of finished runs.
     """
 
     def __init__(
-        self, plan: AuditPlan, lives: Sequence[tuple[int, int]], ledger: RunLedgerWriter, say: ProgressReporter
+        self,
+        plan: AuditPlan,
+        assignments: Sequence[tuple[int, int]],
+        ledger: RunLedgerWriter,
+        report_progress: ProgressReporter,
     ) -> None:
         self.done = 0
-        self._plan, self._lives, self._ledger, self._say = plan, lives, ledger, say
+        self._plan, self._assignments, self._ledger, self._report = plan, assignments, ledger, report_progress
         self._began = time.monotonic()
 
-    async def all_runs(self, local: LocalServices, stop: asyncio.Event) -> None:
-        """A run that fails is one more outcome; only many in a row end the audit, for then nothing works any more."""
+    async def make_all(self, local: LocalServices, stop: asyncio.Event) -> None:
+        """Make all runs; a failed run is an outcome, but many in a row end the audit, because the services do not work."""
         failed = 0
         data = [[pair.worlds.build_data(self._plan.data, world) for world in (0, 1)] for pair in self._plan.pairs]
-        self._say("starting services")
+        self._report("starting services")
         async with local as services:
-            for k, (pair, world) in enumerate(self._lives):
+            for k, (pair, world) in enumerate(self._assignments):
                 if stop.is_set():
                     raise RunInterrupted(STOPPED_BY_OPERATOR)
                 self._ledger.record_start(k)
@@ -180,7 +191,7 @@ class _Making:
                     services.coordinator,
                     services.spec,
                     data[pair][world],
-                    lambda *seen: None,
+                    lambda *progress: None,
                     stop,
                     world=world,
                     replica=k,
@@ -197,24 +208,24 @@ class _Making:
                     stop.is_set() and outcome.state == "failed"
                 ):  # a service died
                     raise RunFailed(outcome.detail)
-                self._tell()
+                self._report_pace()
 
-    def _tell(self) -> None:
-        """How many runs are done, and at what pace."""
+    def _report_pace(self) -> None:
+        """Report the number of finished runs and their pace."""
         now = time.monotonic()
-        if self.done == 1:  # the services were still waking up
+        if self.done == 1:  # the first run includes the start of the services
             self._began = now
         pace = (self.done - 1) / (now - self._began) if self.done > 1 else 0.0
-        self._say("running", self.done, len(self._lives), f"runs, {pace:.2g} runs/s" if pace else "runs")
+        self._report("running", self.done, len(self._assignments), f"runs, {pace:.2g} runs/s" if pace else "runs")
 
 
 def draw_seeded_coins(plan: AuditPlan) -> IntArray:
-    """`(2 runs,)` the world of every run, by a fair coin each from the plan's seed."""
+    """Draw the world of every run by fair coins from the plan's seed, `(2 runs,)`."""
     return np.random.default_rng(plan.seeds.audited_runs).integers(0, 2, 2 * plan.total_runs)
 
 
 def interleave_pairs(plan: AuditPlan) -> list[int]:
-    """Of every run the pair of worlds: pairs take turns, each as often as it has runs, so that all meet the same machine."""
+    """Return the pair of worlds of every run: pairs alternate in proportion to their runs, so all have the same conditions."""
     places = [((k + 0.5) / each.runs, number) for number, each in enumerate(plan.pairs) for k in range(2 * each.runs)]
     return [number for _, number in sorted(places)]
 
@@ -230,70 +241,72 @@ def run_ciphertext_audit(
     seeded_coins: bool = False,
     console: Console | None = None,
 ) -> int:
-    """Make runs on real services whose channels are encrypted and tapped, audit them, and write `audit.json`.
+    """Make runs on real services with encrypted channels and wiretaps, audit them, and write `audit.json`.
 
     Args:
-        folder: for the results.
+        folder: folder of the results.
         prepared: the run and its data.
-        asked: what is asked.
-        seeded: the coins come from the seed, as of `audit_on_network`.
+        request: options of the audit.
+        seeded_coins: take the coins from the seed, as in `audit_on_network`.
         console: where to print (default: standard output).
 
     Returns:
         The exit code: 1 if the claim is refuted, else 0.
 
     Raises:
-        SpecError: the question does not fit the run, or an extra is not installed.
-        Interrupted: told to stop.
-        RunFailed: services do not work.
+        SpecError: The request does not fit the run, or an optional dependency is not installed.
+        RunInterrupted: The audit was stopped.
+        RunFailed: Services do not work.
     """
     console = console or terminal.create_console()
-    with terminal.show_progress_bar("choosing the swap") as say:
+    with terminal.show_progress_bar("choosing the worlds") as report:
         plan = plan_ciphertext_audit(prepared, request)
-        runs = _made(plan, folder, "wiretap", "channels encrypted and tapped", seeded=seeded_coins, say=say)
-        done = audit_ciphertext(plan, runs, request.seed, say)
+        runs = _make_runs(
+            plan, folder, "wiretap", "channels encrypted and tapped", seeded=seeded_coins, report_progress=report
+        )
+        done = audit_ciphertext(plan, runs, request.seed, report)
     return report_ciphertext_audit(done, plan, runs, request.seed, folder, console)
 
 
 def plan_ciphertext_audit(prepared: PreparedRun, request: AuditRequest) -> AuditPlan:
-    """The audit that was asked for, with one pair of worlds: what numbers say best is no matter, for nobody sees them.
+    """Plan the audit with one pair of worlds: those that are worst in the messages do not matter, since messages are encrypted.
 
-    Unless a record was asked for, a loud one stands against a silent one, for whatever depends on a norm.
+    Unless a record was requested, a record of large norm is compared with one of small norm: side channels may depend on it.
 
     Raises:
-        SpecError, DataError: as `AuditRequest.plan`.
+        SpecError, DataError: As `AuditRequest.plan`.
     """
     plan = request.plan(prepared)
     if request.record is not None:
         return plan
-    beside = build_other_worlds(prepared.run, prepared.data, plan.worlds.learner, plan.worlds)
-    return request.plan(prepared, [*beside, plan.worlds][:1])
+    others = build_other_worlds(prepared.run, prepared.data, plan.worlds.learner, plan.worlds)
+    return request.plan(prepared, [*others, plan.worlds][:1])
 
 
 def audit_ciphertext(plan: AuditPlan, runs: AuditRuns, seed: int, report_progress: ProgressReporter) -> ForeignAudit:
-    """Audit what wiretaps noted.
+    """Audit sizes, times and connections of encrypted traffic.
 
     Args:
-        plan: the audit.
-        runs: that were started.
-        seed: of the split and the classifiers.
-        say: told what is being done.
+        plan: the audit plan.
+        runs: the started runs.
+        seed: seed of the split and the classifiers.
+        report_progress: progress callback.
 
     Raises:
-        SpecError: there are runs of one world only, or an extra is not installed.
-        CaptureError: a capture cannot be read.
+        SpecError: There are runs of one world only, or an optional dependency is not installed.
+        CaptureError: A capture cannot be read.
     """
     starts = runs.build_starts(plan)
     if starts is None:
         raise SpecError(
-            "captures by wiretap are audited where there are runs of two worlds, got one: sottovoce audit --on wiretap makes them"
+            "captures by wiretap must be of two worlds to be audited, got one: sottovoce audit --on wiretap makes them"
         )
-    heard = _conversations(plan, runs)
+    traffic = _read_traffic(plan, runs)
     confidence = 1.0 - plan.alpha_allocation.alpha
     void = starts.explain_unfair_coins(plan.alpha_allocation.compute_level("black box", "worlds"))
     claim = max(pair.epsilon for pair in plan.pairs)
     return audit_traffic(
-        heard,
+        traffic,
         claim=claim,
         confidence=confidence,
         seed=seed,
@@ -303,11 +316,11 @@ def audit_ciphertext(plan: AuditPlan, runs: AuditRuns, seed: int, report_progres
     )
 
 
-def _conversations(plan: AuditPlan, runs: AuditRuns) -> list[RunTraffic]:
-    """Every run that was started; of one without a capture nothing was heard."""
+def _read_traffic(plan: AuditPlan, runs: AuditRuns) -> list[RunTraffic]:
+    """Read the traffic of every started run; empty without a capture."""
     import pyarrow as pa
 
-    lines = select_channels(plan)
+    channels = select_channels(plan)
     found = []
     for k, run in enumerate(runs.runs):
         if (capture := run.capture) is None:
@@ -316,35 +329,35 @@ def _conversations(plan: AuditPlan, runs: AuditRuns) -> list[RunTraffic]:
         table = pa.Table.from_batches(capture.read_batches())
         order = k if capture.replica is None else capture.replica
         name = str(capture.metadata["run_id"])
-        found.append(read_conversation(table, lines, name, world=run.world, run_number=order))
+        found.append(read_conversation(table, channels, name, world=run.world, run_number=order))
     return found
 
 
-# ---- what came of it -------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
 def report_ciphertext_audit(
     done: ForeignAudit, plan: AuditPlan, runs: AuditRuns, seed: int, folder: Path, console: Console
 ) -> int:
-    """Print an audit of ciphertext and write it down; returns the exit code."""
+    """Print an audit of ciphertext and write its file; return the exit code."""
     name = plan.run.spec.names[plan.worlds.learner]
-    write_json(folder / "audit.json", _document(done, plan, runs, seed))
-    notes = _notes(done, plan, runs, seed)
-    print_verdict(done.verdict, name, _rows(done.findings.bounds), notes, console)
+    write_json(folder / "audit.json", _build_document(done, plan, runs, seed))
+    notes = _list_notes(done, plan, runs, seed)
+    print_verdict(done.verdict, name, _list_rows(done.findings.bounds), notes, console)
     console.out(f"{folder}: audit.json", highlight=False)
     return 1 if done.verdict.kind == "refuted" else 0
 
 
-def _total(runs: AuditRuns) -> CiphertextCounts:
-    """What wiretaps noted in all runs."""
-    noted = [capture.ciphertext for capture in runs.complete_captures if capture.ciphertext is not None]
+def _sum_ciphertext(runs: AuditRuns) -> CiphertextCounts:
+    """Add up the ciphertext counts of all runs."""
+    counts = [capture.ciphertext for capture in runs.complete_captures if capture.ciphertext is not None]
     return CiphertextCounts(
-        *(sum(getattr(each, name) for each in noted) for name in ("connections", "records", "bytes"))
+        *(sum(getattr(each, name) for each in counts) for name in ("connections", "records", "bytes"))
     )
 
 
-def _document(done: ForeignAudit, plan: AuditPlan, runs: AuditRuns, seed: int) -> dict[str, Any]:
-    """`audit.json` of ciphertext."""
+def _build_document(done: ForeignAudit, plan: AuditPlan, runs: AuditRuns, seed: int) -> dict[str, Any]:
+    """Build `audit.json` of ciphertext."""
     return {
         "sottovoce": version("sottovoce"),
         "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -352,42 +365,42 @@ def _document(done: ForeignAudit, plan: AuditPlan, runs: AuditRuns, seed: int) -
         "spec": plan.run.spec.model_dump(mode="json"),
         "learner": plan.run.spec.names[plan.worlds.learner],
         "verdict": done.verdict,
-        "source": "; ".join(runs.source),  # where the runs came from, in words
-        "captures_sha256": runs.compute_digests(),  # by their paths in the folder of the audit, or that was named
-        "coins": runs.coins,  # what chose the world of every run
-        "provisos": runs.provisos,  # what must be known of the runs besides
-        "worlds": plan.worlds.description,  # what was swapped, in words
-        "threat_model": plan.adversary.threat,  # who listened
-        "adjacency": plan.guarantee.adjacency_description,  # which two data sets must look alike
+        "source": "; ".join(runs.source),  # of the runs, in words
+        "captures_sha256": runs.compute_digests(),  # by path in the folder of the audit, or in the named one
+        "coins": runs.coins,  # source of the world of every run
+        "provisos": runs.assumptions,  # assumptions about the runs
+        "worlds": plan.worlds.description,
+        "threat_model": plan.adversary.threat,
+        "adjacency": plan.guarantee.adjacency_description,  # of the two data sets
         "runs_of_each_world": done.runs,
-        "runs_left_out": done.excluded_runs,  # to make both worlds as frequent
-        "confidence": 1.0 - done.findings.alpha_allocation.alpha,  # with which a correct learner is not refuted
+        "runs_left_out": done.excluded_runs,  # to balance both worlds
+        "confidence": 1.0 - done.findings.alpha_allocation.alpha,  # probability that a correct learner is not refuted
         "seed": seed,  # of the split and the classifiers
         "epsilon": {
-            "promised": done.findings.claim,  # by the algorithm, for this swap
+            "promised": done.findings.claim,  # by the algorithm, for these worlds
             "lower_bound": done.findings.epsilon_lower_bound,
-            "most_that_so_many_runs_show": done.max_provable_epsilon,  # if every guess were right
+            "max_provable": done.max_provable_epsilon,  # if every guess were right
         },
         "black_box": list_attempts(done.findings.bounds),
-        "ciphertext": _total(runs),  # that was noted in all runs
+        "ciphertext": _sum_ciphertext(runs),  # of all runs
     }
 
 
-def _rows(bounds: Sequence[Bound]) -> Iterator[TableRow]:
+def _list_rows(bounds: Sequence[Bound]) -> Iterator[TableRow]:
     for bound in bounds:
-        _, seen, result, least, claimed = format_guess_row(bound)
-        yield "ciphertext", seen, result, least, claimed
+        _, subject, result, bound_text, claim = format_guess_row(bound)
+        yield "ciphertext", subject, result, bound_text, claim
 
 
-def _notes(done: ForeignAudit, plan: AuditPlan, runs: AuditRuns, seed: int) -> Iterator[str]:
+def _list_notes(done: ForeignAudit, plan: AuditPlan, runs: AuditRuns, seed: int) -> Iterator[str]:
     first, second = done.runs
-    total = _total(runs)
-    noted = describe_ciphertext(total.connections, total.records, total.bytes)
+    total = _sum_ciphertext(runs)
+    recorded = describe_ciphertext(total.connections, total.records, total.bytes)
     each = f"{pluralize(first, 'run')} of world 0, {format_count(second)} of world 1"
     yield f"Runs: {'; '.join(runs.source)}; {each}. {format_coins_line(runs.coins, seed)}"
-    yield from runs.provisos
-    yield f"Worlds: {plan.worlds.description}. Adjacent: {plan.guarantee.adjacency_description}. Noted: {noted}."
-    yield "What the numbers say was not looked at: sottovoce audit --on network reads them."
+    yield from runs.assumptions
+    yield f"Worlds: {plan.worlds.description}. Adjacent: {plan.guarantee.adjacency_description}. Recorded: {recorded}."
+    yield "The content of messages was not read: sottovoce audit --on network reads it."
     if done.excluded_runs:
         yield f"Worlds were not equally frequent: {pluralize(done.excluded_runs, 'run')} left out."
     yield describe_max_epsilon(done.max_provable_epsilon, done.findings.needed_runs, done.findings.claim)

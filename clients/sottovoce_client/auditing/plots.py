@@ -1,4 +1,4 @@
-"""The figures of an audit: losses, guesses and rounds; noise, and what a swap does."""
+"""Figures of an audit: losses, guesses and rounds; noise, and the effect of one record."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ from sottovoce_core.auditing.worlds import CoupledRuns
 
 WORLD_STYLES = (("first world", BLUE), ("second world", RED))
 MAX_SHOWN_CLAIM_FACTOR = 1.6
-"""Of what so many runs can show at best: a larger claim lies above the picture."""
+"""Maximum shown claim, as a multiple of the largest provable bound; a larger one is above the figure."""
 
-_ZOOMED = 8
-"""Rounds after the swap that the close view shows."""
+_CLOSE_ROUNDS = 8
+"""Rounds after the differing record in the close view."""
 
 
 # ---- losses of whole runs --------------------------------------------------------------------------------------------
 
 
 def mask_possible_runs(shown: RunLosses) -> BoolArray:
-    """`(runs,)` whose every message could have been said in both worlds."""
-    known: BoolArray = np.isfinite(shown.largest_losses)
-    return known
+    """Return a mask, `(runs,)`, of the runs whose every message is possible in both worlds."""
+    possible: BoolArray = np.isfinite(shown.largest_losses)
+    return possible
 
 
-def _expected(totals: FloatArray, edges: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """How many runs of either world each bin should hold, given the losses of all runs.
+def _compute_expected_counts(totals: FloatArray, edges: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Compute the expected number of runs of each world in every bin, given the losses of all runs.
 
-    A fair coin chose the world, so a run of loss L lives in the first one with chance `1 / (1 + e^-L)`, if densities are as
+    A fair coin chose the world, so a run of loss L is of the first one with probability `1 / (1 + e^-L)`, if densities are as
     claimed.
     """
     chances = np.exp(-np.logaddexp(0.0, -totals))
@@ -70,9 +70,9 @@ def _expected(totals: FloatArray, edges: FloatArray) -> tuple[FloatArray, FloatA
     return first, both - first
 
 
-def _loss_plot(shown: RunLosses, claim: float, paper: float) -> Figure:
-    """Losses of all runs in both worlds, between plus and minus the claim; nothing where every finite loss is zero."""
-    title, known = "How much every run gives away", mask_possible_runs(shown)
+def _plot_losses(shown: RunLosses, claim: float, paper: float) -> Figure:
+    """Plot the losses of all runs in both worlds, and the claim; empty if every finite loss is zero."""
+    title, known = "Privacy loss of every run", mask_possible_runs(shown)
     totals, worlds = shown.total[known], shown.worlds[known]
     reach = float(np.abs(totals).max(initial=0.0))
     if reach == 0.0:
@@ -82,18 +82,18 @@ def _loss_plot(shown: RunLosses, claim: float, paper: float) -> Figure:
     for world, (name, colour) in enumerate(WORLD_STYLES):
         counts, _ = np.histogram(totals[worlds == world], edges)
         marks.append(make_bars(edges, counts, name, colour))
-    for (name, colour), heights in zip(WORLD_STYLES, _expected(totals, edges), strict=True):
+    for (name, colour), heights in zip(WORLD_STYLES, _compute_expected_counts(totals, edges), strict=True):
         marks.append(
             make_line((edges[1:] + edges[:-1]) / 2, heights, f"{name}, as claimed", colour, step="middle", width=1.6)
         )
     for name, value, colour, dash in (("± claim", claim, INK, "solid"), ("± the paper’s", paper, FAINT, "dot")):
         if 0.0 < value < math.inf:
             marks += [make_vertical_line(value, name, colour, dash), make_vertical_line(-value, "", colour, dash)]
-    return Figure("losses", title, marks, _near_and_far(reach, claim))
+    return Figure("losses", title, marks, _make_loss_views(reach, claim))
 
 
-def _near_and_far(reach: float, claim: float) -> tuple[PlotView, ...]:
-    """As far across as the losses go, or as the claim, and both where they are far apart."""
+def _make_loss_views(reach: float, claim: float) -> tuple[PlotView, ...]:
+    """Make views up to the largest loss and up to the claim; both if they are far apart."""
     near, far = 1.1 * reach, 1.15 * max(reach, claim if math.isfinite(claim) else 0.0)
     wide, close = (
         PlotView(name, Axis("privacy loss of a run", low=-end, high=end), Axis("runs", zero=True))
@@ -105,8 +105,8 @@ def _near_and_far(reach: float, claim: float) -> tuple[PlotView, ...]:
 # ---- guessing --------------------------------------------------------------------------------------------------------
 
 
-def _roc(shown: RunLosses) -> tuple[FloatArray, FloatArray]:
-    """False and true positive rates of guessing the first world where the loss is at least c, for every c that matters."""
+def _compute_roc(shown: RunLosses) -> tuple[FloatArray, FloatArray]:
+    """Compute false and true positive rates of guessing the first world if the loss is at least c, for all thresholds c."""
     order = np.argsort(-shown.total, kind="stable")
     ordered, first = shown.total[order], shown.worlds[order] == 0
     last = np.append(ordered[1:] != ordered[:-1], True)  # equal losses are guessed together
@@ -115,73 +115,74 @@ def _roc(shown: RunLosses) -> tuple[FloatArray, FloatArray]:
     return false, true
 
 
-def _allowed(epsilon: float, false: FloatArray) -> FloatArray:
-    """The largest true positive rate that epsilon allows: `min(e^eps FPR, 1 - e^-eps (1 - FPR))`."""
-    most: FloatArray = np.minimum(np.exp(min(epsilon, 700.0)) * false, 1.0 - np.exp(-epsilon) * (1.0 - false))
-    return most
+def _compute_allowed_rates(epsilon: float, false: FloatArray) -> FloatArray:
+    """Compute the largest true positive rates that epsilon allows: `min(e^eps FPR, 1 - e^-eps (1 - FPR))`."""
+    allowed: FloatArray = np.minimum(np.exp(min(epsilon, 700.0)) * false, 1.0 - np.exp(-epsilon) * (1.0 - false))
+    return allowed
 
 
-def _roc_plot(shown: RunLosses, claim: float, bound: float) -> Figure:
-    """How well the loss tells the worlds apart, and how well the claim allows it to."""
-    least = 0.5 / max(1, len(shown.worlds))
+def _plot_roc(shown: RunLosses, claim: float, bound: float) -> Figure:
+    """Plot the ROC of the loss, and the region that the claim allows."""
+    min_rate = 0.5 / max(1, len(shown.worlds))
     across = np.concatenate(
-        [np.geomspace(least / 10, 0.02, 40), np.linspace(0.025, 0.975, 77), 1 - np.geomspace(0.02, 1e-6, 20)]
+        [np.geomspace(min_rate / 10, 0.02, 40), np.linspace(0.025, 0.975, 77), 1 - np.geomspace(0.02, 1e-6, 20)]
     )
     marks: list[PlotMark] = []
     if math.isfinite(claim):
-        lower = np.maximum(1.0 - _allowed(claim, 1.0 - across), least / 10)
-        marks.append(
-            make_band(across, lower, _allowed(claim, across), AREA, f"allowed by ε = {format_number(claim)}", 1.2)
-        )
+        lower = np.maximum(1.0 - _compute_allowed_rates(claim, 1.0 - across), min_rate / 10)
+        allowed = _compute_allowed_rates(claim, across)
+        marks.append(make_band(across, lower, allowed, AREA, f"allowed by ε = {format_number(claim)}", 1.2))
     if bound > 0.0:
         marks.append(
-            make_reference_line(across, _allowed(bound, across), f"edge of ε = {format_number(bound, 3)}", GREEN)
+            make_reference_line(
+                across, _compute_allowed_rates(bound, across), f"limit of ε = {format_number(bound, 3)}", GREEN
+            )
         )
-    marks.append(make_reference_line(across, across, "blind guessing", FAINT, "dot"))
-    false, true = _roc(shown)
+    marks.append(make_reference_line(across, across, "random guessing", FAINT, "dot"))
+    false, true = _compute_roc(shown)
     kept = select_evenly(len(false))
     marks.append(make_line(false[kept], true[kept], "guessing by the loss", BLUE))
     views = [
-        PlotView(name, *(Axis(f"{what} positive rate", log=log, low=low, high=high) for what in ("false", "true")))
-        for name, log, low, high in (("linear", False, 0.0, 1.02), ("logarithmic", True, least, 1.12))
+        PlotView(name, *(Axis(f"{rate} positive rate", log=log, low=low, high=high) for rate in ("false", "true")))
+        for name, log, low, high in (("linear", False, 0.0, 1.02), ("logarithmic", True, min_rate, 1.12))
     ]
-    return Figure("roc", "How well the worlds can be told apart", marks, views)
+    return Figure("roc", "Distinguishing the worlds", marks, views)
 
 
-def _progress(shown: RunLosses, guessed: Bound, looks: int = 120) -> tuple[IntArray, FloatArray, FloatArray]:
-    """Bounds as runs come in, in a fixed random order, for they are made world by world.
+def _compute_progress(shown: RunLosses, bound: Bound, looks: int = 120) -> tuple[IntArray, FloatArray, FloatArray]:
+    """Compute bounds as runs arrive, in a fixed random order, because they are made world by world.
 
     Returns:
-        `(looks,)` runs so far, the bound that holds at all looks together, and that if all guesses so far were right.
+        `(looks,)` runs so far, the bound that holds at all looks together, and the bound if all guesses so far were right.
     """
     order = np.random.default_rng(0).permutation(len(shown.total))
     totals, worlds = shown.total[order], shown.worlds[order]
-    made = (np.abs(totals) > 0) & (np.abs(totals) >= guessed.threshold)
+    made = (np.abs(totals) > 0) & (np.abs(totals) >= bound.threshold)
     right = ((totals < 0) == (worlds == 1)).astype(np.float64)
     at = np.unique(np.geomspace(1, len(order), looks).astype(np.int64))
-    best = np.array([compute_epsilon_lower_bound(int(n), int(n), guessed.level) for n in at])
+    best = np.array([compute_epsilon_lower_bound(int(n), int(n), bound.level) for n in at])
     process = EpsilonBound(np.linspace(0.0, 1.05 * float(best[-1]) + 1e-3, 500))
     lower, done = [], 0
     for n in at.tolist():
-        for start in range(done, n, 4096):  # what a bet holds in memory grows with the guesses
+        for start in range(done, n, 4096):  # the memory of a bet grows with the guesses
             piece = slice(start, min(start + 4096, n))
             process.add(right[piece][made[piece]])
-        lower.append(process.compute_lower_bound(guessed.level))
+        lower.append(process.compute_lower_bound(bound.level))
         done = n
     return at, np.array(lower), best
 
 
-def _progress_plot(shown: RunLosses, guessed: Bound, claim: float) -> Figure:
-    """The lower bound as runs come in; nothing where no run was guessed."""
-    title = "What more runs add"
-    if not guessed.guesses:
+def _plot_progress(shown: RunLosses, bound: Bound, claim: float) -> Figure:
+    """Plot the lower bound as runs arrive; empty if no run was guessed."""
+    title = "Lower bound by number of runs"
+    if not bound.guesses:
         return Figure("progress", title, (), ())
-    at, lower, best = _progress(shown, guessed)
+    at, lower, best = _compute_progress(shown, bound)
     runs = len(shown.total)
     marks = [
         make_reference_line(at, best, "at best", PINK, "dot"),
         make_line(at, lower, "valid at every look", GREEN, step="after", width=2.2),
-        make_diamond(runs, guessed.value, "all runs, looked at once", GREEN),
+        make_diamond(runs, bound.value, "all runs, looked at once", GREEN),
     ]
     if claim <= MAX_SHOWN_CLAIM_FACTOR * float(best[-1]):
         marks.append(make_reference_line([1, runs], [claim, claim], "claim"))
@@ -192,56 +193,56 @@ def _progress_plot(shown: RunLosses, guessed: Bound, claim: float) -> Figure:
 # ---- rounds ----------------------------------------------------------------------------------------------------------
 
 
-def _by_round(name: str, title: str, what: str, marks: Sequence[PlotMark]) -> Figure:
-    """Marks over rounds, logarithmic where they are decades apart; nothing where nothing finite is above zero."""
+def _plot_by_round(name: str, title: str, y_title: str, marks: Sequence[PlotMark]) -> Figure:
+    """Plot marks over rounds, logarithmic if they span decades; empty if nothing finite is above zero."""
     known = [each for each in marks if np.isfinite(each.y).any()]
     if not known:
         return Figure(name, title, (), ())
     drawn = np.concatenate([each.y[np.isfinite(each.y)] for each in known])
-    views = make_scale_views(make_round_axis(low=0.0), what, logarithmic=bool(drawn.max() > 30 * drawn.min()))
+    views = make_scale_views(make_round_axis(low=0.0), y_title, logarithmic=bool(drawn.max() > 30 * drawn.min()))
     return Figure(name, title, known, views)
 
 
-def _cumulative_plot(shown: RunLosses, claim: FloatArray) -> Figure:
-    """What the rounds so far are claimed to show at most, and what they did show."""
+def _plot_cumulative_losses(shown: RunLosses, claim: FloatArray) -> Figure:
+    """Plot the claimed and the measured losses of all rounds so far."""
     kept = select_evenly(len(claim))
     curves = (
         ("largest loss of any run", shown.peak_by_round, RED),
         ("mean loss of all runs", shown.mean_by_round, BLUE),
     )
     marks = [
-        _claimed(kept, claim),
+        _make_claim_mark(kept, claim),
         *(make_line(kept, mask_nonpositive(y[kept]), name, colour, width=2.2) for name, y, colour in curves),
     ]
-    return _by_round("cumulative", "All rounds so far", "privacy loss so far", marks)
+    return _plot_by_round("cumulative", "All rounds so far", "privacy loss so far", marks)
 
 
-def _claimed(kept: IntArray, claim: FloatArray) -> PlotMark:
+def _make_claim_mark(kept: IntArray, claim: FloatArray) -> PlotMark:
     return make_reference_line(kept, mask_nonpositive(claim[kept]), "claimed at most", width=1.8)
 
 
-def _single_plot(rounds: RoundBounds | None) -> Figure:
-    """Every message on its own: the claim, the largest loss and the lower bound; nothing where they are not known."""
-    name, title, what = "single", "Every message on its own", "privacy loss of the round"
+def _plot_single_rounds(rounds: RoundBounds | None) -> Figure:
+    """Plot the claim, the largest loss and the lower bound of every message; empty if they are not known."""
+    name, title, y_title = "single", "Every message on its own", "privacy loss of the round"
     if rounds is None:
         return Figure(name, title, (), ())
     claim, bound = (np.array([getattr(each, key) for each in rounds.bounds]) for key in ("claim", "value"))
     kept = select_evenly(len(claim))
     lower, above = mask_nonpositive(bound[kept]), bound[kept] > claim[kept]
     marks = [
-        _claimed(kept, claim),
+        _make_claim_mark(kept, claim),
         make_line(kept, mask_nonpositive(rounds.largest_losses[kept]), "largest loss of any message", BLUE, width=1.2),
         make_dots(kept, np.where(above, math.nan, lower), "lower bound", GREEN, width=6),
         make_dots(kept, np.where(above, lower, math.nan), "lower bound above the claim", RED, shape="cross"),
     ]
-    return _by_round(name, title, what, marks)
+    return _plot_by_round(name, title, y_title, marks)
 
 
 # ---- noise -----------------------------------------------------------------------------------------------------------
 
 
 def plot_noise(noise: FloatArray) -> Figure:
-    """Standardised noise against the standard Laplace density, and where 95 of 100 correct bars lie; nothing without noise."""
+    """Plot standardised noise, the standard Laplace density, and its 95 % band; empty without noise."""
     title = "Its density"
     if not noise.any():
         return Figure("noise", title, (), ())
@@ -252,52 +253,50 @@ def plot_noise(noise: FloatArray) -> Figure:
     centres = (edges[1:] + edges[:-1]) / 2
     chances = np.diff(np.where(edges < 0, 0.5 * np.exp(edges), 1.0 - 0.5 * np.exp(-np.abs(edges))))
     error = 1.96 * np.sqrt(chances * (1.0 - chances) / len(noise))
-    least = 0.3 / len(noise) / width
-    low, high = np.maximum((chances - error) / width, least), (chances + error) / width
+    min_height = 0.3 / len(noise) / width
+    low, high = np.maximum((chances - error) / width, min_height), (chances + error) / width
     heights = np.where(counts > 0, counts / len(noise) / width, math.nan)
     marks = [
         make_band(centres, low, high, INK, "19 of 20 lie here"),
         make_reference_line(centres, chances / width, "Laplace, as claimed", dash="solid"),
         make_dots(centres, heights, "found in the messages", BLUE),
     ]
-    up = Axis("density", log=True, low=least, high=max(0.9, float(np.nanmax(heights))))
+    up = Axis("density", log=True, low=min_height, high=max(0.9, float(np.nanmax(heights))))
     return Figure("noise", title, marks, (PlotView("", Axis("noise, in units of its claimed scale"), up),))
 
 
-def _quantiles(noise: FloatArray, most: int = 200) -> tuple[FloatArray, FloatArray]:
-    """Quantiles that Laplace numbers should have, and those that these have; the tails are not left out."""
+def _compute_quantiles(noise: FloatArray, max_points: int = 200) -> tuple[FloatArray, FloatArray]:
+    """Compute expected Laplace quantiles and those of the noise, tails included."""
     n = len(noise)
-    ranks = select_evenly(n, most)
+    ranks = select_evenly(n, max_points)
     tail = np.unique(np.geomspace(1, max(1, n), 40).astype(int)) - 1
     ranks = np.unique(np.concatenate([ranks, tail, n - 1 - tail]))
     p = (ranks + 0.5) / n
-    should = np.where(p < 0.5, np.log(2 * np.minimum(p, 0.5)), -np.log(2 * np.minimum(1 - p, 0.5)))
-    return should, np.sort(noise)[ranks]
+    expected = np.where(p < 0.5, np.log(2 * np.minimum(p, 0.5)), -np.log(2 * np.minimum(1 - p, 0.5)))
+    return expected, np.sort(noise)[ranks]
 
 
 def plot_quantiles(noise: FloatArray) -> Figure:
-    """Quantiles of the noise against those of Laplace numbers: a straight line if all is well."""
+    """Plot quantiles of the noise against Laplace quantiles: a straight line for correct noise."""
     title = "Its quantiles"
     if not noise.any():
         return Figure("quantiles", title, (), ())
-    should, has = _quantiles(noise)
-    ends = [should[0], should[-1]]
+    expected, actual = _compute_quantiles(noise)
+    ends = [expected[0], expected[-1]]
     marks = [
         make_reference_line(ends, ends, "as claimed", dash="solid"),
-        make_dots(should, has, "found in the messages", BLUE),
+        make_dots(expected, actual, "found in the messages", BLUE),
     ]
-    return Figure(
-        "quantiles", title, marks, (PlotView("", Axis("quantile that is claimed"), Axis("quantile that was found")),)
-    )
+    return Figure("quantiles", title, marks, (PlotView("", Axis("claimed quantile"), Axis("measured quantile")),))
 
 
-# ---- the swap --------------------------------------------------------------------------------------------------------
+# ---- effect of one record --------------------------------------------------------------------------------------------
 
 
-def _twins_plot(name: str, title: str, pair: CoupledRuns, rounds: IntArray) -> Figure:
-    """One number of the messages in both worlds, with the same noise and without any, over these rounds."""
+def _plot_coupled_runs(name: str, title: str, pair: CoupledRuns, rounds: IntArray) -> Figure:
+    """Plot one message coordinate over rounds in both worlds, with the same noise and without noise."""
     curves = (
-        ("first world", pair.message_0, BLUE, "solid", 3.2),  # the second must not hide it
+        ("first world", pair.message_0, BLUE, "solid", 3.2),  # wider, so that the second does not hide it
         ("second world, same noise", pair.message_1, RED, "solid", 1.8),
         ("first world, no noise", pair.noiseless_0, BLUE, "dot", 3.2),
         ("second world, no noise", pair.noiseless_1, RED, "dot", 1.8),
@@ -305,39 +304,39 @@ def _twins_plot(name: str, title: str, pair: CoupledRuns, rounds: IntArray) -> F
     thin = 1.0 if len(rounds) <= 100 else 0.6
     marks: list[PlotMark] = []
     if len(rounds) and rounds[0] <= pair.first_affected_round <= rounds[-1]:
-        marks.append(make_vertical_line(pair.first_affected_round, "swapped record learned", FAINT, "dot"))
+        marks.append(make_vertical_line(pair.first_affected_round, "record learned", FAINT, "dot"))
     marks += [
-        make_line(rounds, values[rounds], said, colour, width=thin * width, dash=dash)
-        for said, values, colour, dash, width in curves
+        make_line(rounds, values[rounds], label, colour, width=thin * width, dash=dash)
+        for label, values, colour, dash, width in curves
     ]
     zero = make_reference_line(rounds[[0, -1]], [0, 0], "", RULE, "solid", width=1.0) if len(rounds) else None
     return Figure(
         name,
         title,
         [*([zero] if zero else []), *marks],
-        (PlotView("", make_round_axis(), Axis("number that is said")),),
+        (PlotView("", make_round_axis(), Axis("value in the message")),),
     )
 
 
-def _close_rounds(pair: CoupledRuns) -> IntArray:
-    """The rounds around those that the swap moves first and most."""
+def _select_close_rounds(pair: CoupledRuns) -> IntArray:
+    """Select the rounds around the first difference between the worlds."""
     length = len(pair.message_0)
     moved = find_moved_rounds(pair)
     start = min(pair.first_affected_round, int(moved[0]) if len(moved) else pair.first_affected_round)
-    end = max(start, int(moved[0]) if len(moved) else start) + _ZOOMED
+    end = max(start, int(moved[0]) if len(moved) else start) + _CLOSE_ROUNDS
     return np.arange(max(0, start - 2), min(length, end + 1))
 
 
 def find_moved_rounds(pair: CoupledRuns) -> IntArray:
-    """Rounds in which the number differs between the worlds, with the same noise or without any."""
+    """Return the rounds in which the coordinate differs between the worlds, with the same noise or without noise."""
     return np.flatnonzero((pair.message_0 != pair.message_1) | (pair.noiseless_0 != pair.noiseless_1))
 
 
 def find_most_different_number(done: Audit) -> tuple[int, int] | None:
-    """Position of the round, and number in it, that the black box saw: of the telling round, or the first one after it.
+    """Return the index of a visible round, from that of the largest shift on, and the coordinate with the largest difference.
 
-    The number is the one whose means in the two worlds differ most, in units of its spread. None: no such round was seen, or
-    nothing differs.
+    The difference is that of the means in the two worlds, in units of the spread. None: no such round is visible, or nothing
+    differs.
     """
     later = np.flatnonzero(done.plan.adversary.visible_rounds >= done.coupled_runs.largest_shift_round)
     both = [done.visible_numbers[done.run_worlds == world] for world in (0, 1)]
@@ -346,35 +345,35 @@ def find_most_different_number(done: Audit) -> tuple[int, int] | None:
     for k in later.tolist():
         means = [np.mean(part[:, k], axis=0) for part in both]
         spread = np.std(done.visible_numbers[:, k], axis=0)
-        with np.errstate(invalid="ignore", divide="ignore"):  # numbers that are equal in all runs
+        with np.errstate(invalid="ignore", divide="ignore"):  # values that are equal in all runs
             apart = np.nan_to_num(np.abs(means[0] - means[1]) / spread)
         if apart.any():
             return k, int(apart.argmax())
     return None
 
 
-def _said_plot(done: Audit, place: tuple[int, int] | None) -> Figure:
-    """One number of one round's message over all runs, in both worlds; nothing where none differs."""
+def _plot_different_number(done: Audit, place: tuple[int, int] | None) -> Figure:
+    """Plot one coordinate of one message over all runs, in both worlds; empty if none differs."""
     title = "With fresh noise in every run"
     if place is None:
-        return Figure("said", title, (), ())
+        return Figure("coordinate", title, (), ())
     return plot_worlds(
-        "said", title, done.visible_numbers[:, place[0], place[1]], done.run_worlds, "number that is said"
+        "coordinate", title, done.visible_numbers[:, place[0], place[1]], done.run_worlds, "value in the message"
     )
 
 
 def plot_worlds(name: str, title: str, values: FloatArray, worlds: IntArray, axis: str) -> Figure:
-    """One number of every run, a histogram for each world."""
+    """Plot one value of every run, a histogram for each world."""
     known = np.isfinite(values)
     low, high = np.quantile(values[known], [0.002, 0.998]) if known.any() else (0.0, 1.0)
     if not low < high:
         low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
     edges = np.linspace(low, high, 50 if len(values) > 400 else 26)
     marks = []
-    for world, (which, colour) in enumerate(WORLD_STYLES):
+    for world, (label, colour) in enumerate(WORLD_STYLES):
         mine = values[known & (worlds == world)]
         shares = np.histogram(mine, edges)[0] / max(1, len(mine))
-        marks.append(make_bars(edges, shares, which, colour))
+        marks.append(make_bars(edges, shares, label, colour))
     view = PlotView("", Axis(axis), Axis("share of runs", value_format="share", zero=True))
     return Figure(name, title, marks, (view,))
 
@@ -383,19 +382,19 @@ def plot_worlds(name: str, title: str, values: FloatArray, worlds: IntArray, axi
 
 
 def build_figures(done: Audit, number: tuple[int, int] | None) -> Iterator[Figure]:
-    """All figures of an audit; `heard`: the number that `find_most_different_number` chose."""
+    """Plot all figures of an audit; `number` is the result of `find_most_different_number`."""
     found, plan, shown, pair = done.findings, done.plan, done.run_losses, done.coupled_runs
     if shown is not None:
-        yield _cumulative_plot(shown, plan.claim)
-        yield _single_plot(found.round_bounds)
+        yield _plot_cumulative_losses(shown, plan.claim)
+        yield _plot_single_rounds(found.round_bounds)
         if found.whole_run_bound is not None:
-            yield _loss_plot(shown, found.claim, float(plan.guarantee.paper_epsilon[-1]))
-            yield _roc_plot(shown, found.claim, found.whole_run_bound.value)
-            yield _progress_plot(shown, found.whole_run_bound, found.claim)
+            yield _plot_losses(shown, found.claim, float(plan.guarantee.paper_epsilon[-1]))
+            yield _plot_roc(shown, found.claim, found.whole_run_bound.value)
+            yield _plot_progress(shown, found.whole_run_bound, found.claim)
     yield plot_noise(done.noise)
     yield plot_quantiles(done.noise)
-    rounds, near = len(pair.message_0), _close_rounds(pair)
-    yield _twins_plot("twins", "The whole run", pair, select_evenly(rounds))
-    close = _twins_plot("twins-close", "Around the swap", pair, near)
+    rounds, near = len(pair.message_0), _select_close_rounds(pair)
+    yield _plot_coupled_runs("coupled", "The whole run", pair, select_evenly(rounds))
+    close = _plot_coupled_runs("coupled-close", "Around the differing record", pair, near)
     yield close if len(near) < rounds else replace(close, marks=())
-    yield _said_plot(done, number)
+    yield _plot_different_number(done, number)

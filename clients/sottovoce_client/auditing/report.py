@@ -1,4 +1,4 @@
-"""What an audit writes: `audit.json`, and the page that shows what was asked, tested and found, and what that does not show."""
+"""`audit.json`, and the page of an audit: request, tests, findings, and limits."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from sottovoce_core.spec import dump_spec
 
 
 def build_audit_document(done: Audit, name: str, seed: int) -> dict[str, Any]:
-    """An audit as a document, written now.
+    """Build an audit as a document, with the current time.
 
     Args:
         done: the audit.
-        name: of the learner whose record was swapped.
-        seed: of the audit.
+        name: name of the learner whose record is replaced.
+        seed: seed of the audit.
     """
     found, plan = done.findings, done.plan
     return {
@@ -39,95 +39,89 @@ def build_audit_document(done: Audit, name: str, seed: int) -> dict[str, Any]:
         "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "data_sha256": hash_data(plan.data),  # equal for equal records in equal rounds
         "spec": plan.run.spec.model_dump(mode="json"),
-        "learner": name,  # whose record was swapped
-        "about": None
+        "learner": name,  # whose record is replaced
+        "claim_learner": None
         if done.verdict_learner is None
-        else plan.run.spec.names[done.verdict_learner],  # whose promise; null: that of several, or all
+        else plan.run.spec.names[done.verdict_learner],  # learner of the judged claim; null: several or all
         "verdict": done.verdict,
-        "source": done.source,  # where the runs came from, in words
-        "captures_sha256": done.captures,  # of capture.json and the parts of every capture that was read, by its path
-        "provisos": done.assumptions,  # what must be known of the runs besides to judge the verdict
-        "unproven": done.unproven_reason,  # why captures do not prove what their learners said; empty: they do, or runs were made here
-        "worlds": plan.worlds.description,  # what was swapped, in words
+        "source": done.source,  # of the runs, in words
+        "captures_sha256": done.captures,  # of every capture that was read, by its path
+        "provisos": done.assumptions,  # assumptions about the runs that the verdict depends on
+        "unproven_reason": done.unproven_reason,  # why captures do not prove the messages; empty: they do, or runs were made here
+        "worlds": plan.worlds.description,
         "pairs": [
             {"worlds": each.worlds.description, "runs_of_each_world": each.runs, "epsilon": each.epsilon}
             for each in plan.pairs
-        ],  # of worlds: the first is the one whose runs are guessed
-        "would_have_found": found.detectable_effects,  # the smallest violations that would have been found, nine times in ten
-        "threat_model": plan.adversary.threat,  # who listened
-        "claim_made_for": plan.claim_threat_model,  # the listener whom the claim was made for
-        "adjacency": plan.guarantee.adjacency_description,  # which two data sets must look alike
+        ],  # of worlds: the first is that of the guesses
+        "minimum_detectable_effects": found.detectable_effects,  # found with probability 0.9
+        "threat_model": plan.adversary.threat,
+        "claim_made_for": plan.claim_threat_model,  # threat model of the claim
+        "adjacency": plan.guarantee.adjacency_description,  # of the two data sets
         "runs_of_each_world": found.runs,
-        "confidence": 1.0 - found.alpha_allocation.alpha,  # with which a correct learner is not refuted
-        "coins": done.coin_source,  # what chose the world of every run
-        "seed": seed,  # of simulated runs, of coins where these are the seed's, and of what tests draw
+        "confidence": 1.0 - found.alpha_allocation.alpha,  # probability that a correct learner is not refuted
+        "coins": done.coin_source,  # source of the world of every run
+        "seed": seed,  # of simulated runs, of seeded coins, and of the tests
         "epsilon": {
-            "promised": found.claim,  # by the algorithm, for this swap
+            "promised": found.claim,  # by the algorithm, for these worlds
             "paper": float(plan.guarantee.paper_epsilon[-1]),  # by the paper's formula
-            "largest_realised": done.largest_loss,  # exact loss of any transcript, of the swap in `worlds`; null: not known here
-            "lower_bound": found.epsilon_lower_bound,  # the largest that guesses of whole runs show
-            "most_that_so_many_runs_show": found.max_provable_epsilon,  # if every guess of a whole run were right; 0: nothing was guessed
+            "largest_realised": done.largest_loss,  # exact loss of any transcript, in `worlds`; null: not known
+            "lower_bound": found.epsilon_lower_bound,  # by guesses of whole runs
+            "max_provable": found.max_provable_epsilon,  # if every guess of a whole run were right; 0: no guesses
         },
-        "conformance": found.select_family("conformance").tests,  # whether the noise is what the algorithm says
-        "likelihood": _likelihood(done),
-        "single_rounds": _single_rounds(done),
+        "conformance": found.select_family("conformance").tests,  # of the noise
+        "likelihood": _build_likelihood(done),
+        "single_rounds": _build_single_rounds(done),
         "learners": [
             {
                 "learner": plan.run.spec.names[each.learner],
-                "swap": each.replacement,  # chosen after these runs: another one than `worlds`
+                "replacement": each.replacement,  # chosen after these runs: differs from `worlds`
                 "claim": each.claim,
                 "largest": each.largest_loss,
             }
             for each in done.learner_losses
-        ],  # exact losses in a few runs, for the most telling swap of each learner's first record
+        ],  # exact losses in a few runs, for the worst replacement of each learner's first record
         "black_box": {
-            "epsilon_promised_in_the_rounds_seen": done.black_box_claim,
-            "numbers_that_vary_by_view": dict(
-                done.varying_counts
-            ),  # of each view, how many are not the same in all runs
+            "epsilon_claimed_in_view": done.black_box_claim,
+            "varying_values_by_view": dict(done.varying_counts),  # number of values that differ between runs, by view
             "attempts": list_attempts(found.select_family("black box").bounds),
-            "channel": found.select_family(
-                "black box"
-            ).tests,  # whether anything but the messages depends on the world, given these
+            "channel": found.select_family("black box").tests,  # of side channels, given the messages
         },
     }
 
 
 def list_attempts(bounds: Iterable[Bound]) -> list[dict[str, Any]]:
-    """What classifiers came to, for a file."""
-    return [{"model": bound.guesser, "view": bound.view, **_guessed(bound)} for bound in bounds]
+    """List the results of classifiers, for a file."""
+    return [{"model": bound.guesser, "view": bound.view, **_build_guesses(bound)} for bound in bounds]
 
 
-def _guessed(bound: Bound) -> dict[str, Any]:
-    """Guesses, the lower bound on epsilon, and the probability with which it is above the true epsilon, at most."""
+def _build_guesses(bound: Bound) -> dict[str, Any]:
+    """Build guesses, the lower bound on epsilon, and the maximum probability that it exceeds the true epsilon."""
     return {"guesses": bound.guesses, "correct": bound.correct_guesses, "bound": bound.value, "level": bound.level}
 
 
-def _likelihood(done: Audit) -> dict[str, Any] | None:
-    """Guesses of whole runs by the sign of their exact loss; None: the listener does not hear enough to know it."""
+def _build_likelihood(done: Audit) -> dict[str, Any] | None:
+    """Build guesses of whole runs by the sign of their exact loss; None if the loss is not known."""
     found, bound = done.findings, done.findings.whole_run_bound
     if bound is None:
         return None
     return {
         "runs": len(done.run_worlds),  # of both worlds
-        "threshold": bound.threshold,  # fixed beforehand: a smaller loss is no guess
-        **_guessed(bound),
-        "calibration": found.select_family("likelihood").tests,  # whether coins are what the losses say of them
-        "excess": found.excess,  # the first transcript above the claim; null: none is
+        "threshold": bound.threshold,  # fixed beforehand: runs with a smaller loss are not guessed
+        **_build_guesses(bound),
+        "calibration": found.select_family("likelihood").tests,  # of the coins, given the losses
+        "excess": found.excess,  # the first transcript above the claim; null: none
     }
 
 
-def _single_rounds(done: Audit) -> dict[str, Any] | None:
-    """Guesses of single messages, each drawn anew in the world of a coin; None: rounds could not be drawn anew."""
+def _build_single_rounds(done: Audit) -> dict[str, Any] | None:
+    """Build guesses of single messages, each sampled again in the world of a coin; None if that was not possible."""
     rounds = done.findings.round_bounds
     if rounds is None:
         return None
     return {
-        "estimate": rounds.estimate,  # single rounds, added up: an estimate of the run's epsilon, and no bound on it
+        "estimate": rounds.estimate,  # sum over single rounds: an estimate of the run's epsilon, not a bound
         "claim": [bound.claim for bound in rounds.bounds],  # by round, as all below
-        "bound": [
-            bound.value for bound in rounds.bounds
-        ],  # lower bounds on epsilon of each message, which hold together
+        "bound": [bound.value for bound in rounds.bounds],  # simultaneous lower bounds on epsilon of each message
         "largest": rounds.largest_losses,  # exact loss of any message
     }
 
@@ -135,45 +129,45 @@ def _single_rounds(done: Audit) -> dict[str, Any] | None:
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 _MAX_TABLE_ROUNDS = 1000
-"""Rows of the table of single rounds."""
+"""Maximum number of rows of the table of single rounds."""
 _MAX_SHOWN_EVIDENCE = 8
 COIN_SOURCE_NAMES: Mapping[CoinSource, str] = {"operating system": "the operating system’s", "not known": "not known"}
-"""Whose coins are that are not the seed's, in words."""
+"""Names of sources of coins other than the seed."""
 DIGEST_LINES = """\
 raw() { sha256sum "$@" | cut -c -64 | python -c 'import sys; sys.stdout.buffer.write(bytes.fromhex(sys.stdin.read()))'; }
 (raw capture.json; raw part-*.parquet | raw) | sha256sum"""
-"""`Capture.digests` for whoever has no Sottovoce."""
+"""Shell commands that compute `Capture.digests` without Sottovoce."""
 
 format_2_digits, format_3_digits = partial(format_number, digits=2), partial(format_number, digits=3)
 
 
 def get_verdict_subject(done: Audit) -> str:
-    """Name of the learner whose promise the verdict is about; empty: it is about several, or all together."""
+    """Return the name of the learner whose claim the verdict judges; empty for several learners, or all together."""
     return "" if done.verdict_learner is None else done.plan.run.spec.names[done.verdict_learner]
 
 
 def build_audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
-    """The page of an audit.
+    """Build the page of an audit.
 
     Args:
         done: the audit.
-        name: of the learner whose record was swapped.
-        seed: of the audit.
+        name: name of the learner whose record is replaced.
+        seed: seed of the audit.
         digest: SHA-256 of its `audit.json`; empty: it is not written.
     """
     found, plan = done.findings, done.plan
-    heard = plots.find_most_different_number(done)
+    number = plots.find_most_different_number(done)
     values = {
         "done": done,
         "name": name,
-        "about": get_verdict_subject(done),
+        "claim_learner": get_verdict_subject(done),
         "seed": seed,
         "coins": COIN_SOURCE_NAMES.get(done.coin_source, ""),
         "digest_lines": DIGEST_LINES,
         "digest": digest,
         "names": plan.run.spec.names,
-        **_families(found),
-        "added_up": None
+        **_summarise_families(found),
+        "round_sum": None
         if found.round_bounds is None
         else sum(compute_max_provable_epsilon(plan.runs, each.level) for each in found.round_bounds.bounds),
         "paper": float(plan.guarantee.paper_epsilon[-1]),
@@ -185,22 +179,24 @@ def build_audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Pag
         ],
         "weak_epsilon": WEAK_EPSILON,
         "best_guess": 100.0 / (1.0 + math.exp(-plan.epsilon)),  # of a coin, in the worst case
-        "most_evidence": _MAX_SHOWN_EVIDENCE,
-        "most_rounds": _MAX_TABLE_ROUNDS,
+        "max_evidence": _MAX_SHOWN_EVIDENCE,
+        "max_rounds": _MAX_TABLE_ROUNDS,
         "shown_claim": plots.MAX_SHOWN_CLAIM_FACTOR,
         "impossible": 0 if done.run_losses is None else int((~plots.mask_possible_runs(done.run_losses)).sum()),
         "drawn": [] if done.run_losses is None else done.run_losses.worlds[plots.mask_possible_runs(done.run_losses)],
-        "endless": [] if done.run_losses is None else np.flatnonzero(np.isinf(done.run_losses.peak_by_round)).tolist(),
+        "infinite_rounds": []
+        if done.run_losses is None
+        else np.flatnonzero(np.isinf(done.run_losses.peak_by_round)).tolist(),
         "unclaimed": [plan.run.spec.names[each.learner] for each in done.learner_losses if math.isinf(each.claim)],
-        "heard": heard and (int(plan.adversary.visible_rounds[heard[0]]), heard[1]),
-        "command": _command(done, name, seed),
+        "number": number and (int(plan.adversary.visible_rounds[number[0]]), number[1]),
+        "command": _build_command(done, name, seed),
         "spec_yaml": dump_spec(plan.run.spec),
     }
-    return Page("audit.html.j2", [*plots.build_figures(done, heard), *_tables(done)], values)
+    return Page("audit.html.j2", [*plots.build_figures(done, number), *_build_tables(done)], values)
 
 
-def _families(found: Findings) -> dict[str, Any]:
-    """What each family comes to as if the others had found nothing, and what it shows of itself."""
+def _summarise_families(found: Findings) -> dict[str, Any]:
+    """Judge each family on its own, and select its most significant results."""
     families = {
         "conformance": found.select_family("conformance"),
         "likelihood": found.select_family("likelihood"),
@@ -218,31 +214,31 @@ def _families(found: Findings) -> dict[str, Any]:
 
 
 def _worst_by_class(tests: Sequence[Test]) -> list[tuple[str, int, Test]]:
-    """Every class of tests, how many there are, and the one that comes nearest to refuting the claim."""
+    """Return every class of tests, its size, and the test nearest to refuting the claim."""
     classes: dict[str, list[Test]] = {}
     for test in tests:
         classes.setdefault(str(test.part), []).append(test)
-    return [(name, len(each), min(each, key=_nearness)) for name, each in classes.items()]
+    return [(name, len(each), min(each, key=_compute_level_ratio)) for name, each in classes.items()]
 
 
-def _nearness(test: Test) -> float:
+def _compute_level_ratio(test: Test) -> float:
     return math.inf if math.isnan(test.p_value) else test.p_value / test.level if test.level else math.inf
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _tables(done: Audit) -> Iterator[PageTable]:
+def _build_tables(done: Audit) -> Iterator[PageTable]:
     found = done.findings
     yield build_tests_table(found.tests)
     yield build_guesses_table("guesses", "Guesses", found.bounds)
-    yield _single(found)
-    yield _moved(done.coupled_runs)
-    yield _learners(done.learner_losses, done.plan.run.spec.names, done.plan.worlds.learner)
+    yield _build_rounds_table(found)
+    yield _build_shift_table(done.coupled_runs)
+    yield _build_learners_table(done.learner_losses, done.plan.run.spec.names, done.plan.worlds.learner)
 
 
 def build_tests_table(tests: Sequence[Test]) -> PageTable:
-    """All tests, those that fail marked."""
+    """Build the table of all tests, with significant ones marked."""
     rows = [(t.name, t.description, t.location, t.statistic, t.p_value, t.level) for t in tests]
     heads = (
         PageColumn("what is tested", kind="long"),
@@ -254,32 +250,32 @@ def build_tests_table(tests: Sequence[Test]) -> PageTable:
         PageColumn("rejects below", format_2_digits),
     )
     rejected = [k for k, test in enumerate(tests) if test.is_significant]
-    return _marked("tests", "Tests", (PageColumn("test"), *heads, *figures), rows, rejected)
+    return _build_marked_table("tests", "Tests", (PageColumn("test"), *heads, *figures), rows, rejected)
 
 
 def build_guesses_table(name: str, title: str, bounds: Sequence[Bound]) -> PageTable:
-    """What guessers came to, those above their claims marked."""
+    """Build the table of guesses, with those above their claims marked."""
     guesses = [(b.name, (b.correct_guesses, b.guesses), b.value, b.claim, b.level) for b in bounds]
     shown = (_GUESSES, PageColumn("ε at least", format_3_digits), PageColumn("claimed ε", format_number))
     over = [k for k, bound in enumerate(bounds) if bound.is_above_claim]
-    columns = (PageColumn("who guesses"), *shown, PageColumn("may be wrong with", format_2_digits))
-    return _marked(name, title, columns, guesses, over)
+    columns = (PageColumn("guesser"), *shown, PageColumn("may be wrong with", format_2_digits))
+    return _build_marked_table(name, title, columns, guesses, over)
 
 
-def _marked(
+def _build_marked_table(
     name: str, title: str, columns: Sequence[PageColumn], rows: Sequence[Sequence[Any]], over: Sequence[int]
 ) -> PageTable:
-    """A table in some rows of which the claim fails."""
+    """Build a table with marked rows, in which the claim fails."""
     return PageTable(name, title, columns, rows, frozenset((row, k) for row in over for k in range(len(columns))))
 
 
-def _single(found: Findings) -> PageTable:
-    """Guesses of every round; where there are too many, of those that show most."""
+def _build_rounds_table(found: Findings) -> PageTable:
+    """Build the table of single rounds; if there are too many, of those with the largest bounds."""
     name, title, rounds = "rounds", "Guesses of single rounds", found.round_bounds
     if rounds is None:
         return PageTable(name, title, (), ())
-    most = sorted(sorted(range(len(rounds.bounds)), key=lambda t: -rounds.bounds[t].value)[:_MAX_TABLE_ROUNDS])
-    told = [(t, rounds.bounds[t]) for t in most]
+    selected = sorted(sorted(range(len(rounds.bounds)), key=lambda t: -rounds.bounds[t].value)[:_MAX_TABLE_ROUNDS])
+    bounds = [(t, rounds.bounds[t]) for t in selected]
     rows = [
         (
             f"round {t}",
@@ -288,22 +284,22 @@ def _single(found: Findings) -> PageTable:
             bound.claim,
             float(rounds.largest_losses[t]),
         )
-        for t, bound in told
+        for t, bound in bounds
     ]
     shown = (
         PageColumn("ε at least", format_3_digits),
         PageColumn("claimed ε", format_number),
         PageColumn("largest loss", format_number),
     )
-    over = [k for k, (_, bound) in enumerate(told) if bound.is_above_claim]
-    return _marked(name, title, (PageColumn("message"), _GUESSES, *shown), rows, over)
+    over = [k for k, (_, bound) in enumerate(bounds) if bound.is_above_claim]
+    return _build_marked_table(name, title, (PageColumn("message"), _GUESSES, *shown), rows, over)
 
 
 _GUESSES = PageColumn("right guesses", lambda made: f"{made[0]:,} of {made[1]:,}")
 
 
-def _learners(losses: Sequence[LearnerLoss], names: Sequence[str], audited: int) -> PageTable:
-    """The largest loss that was seen of every learner, against its claim."""
+def _build_learners_table(losses: Sequence[LearnerLoss], names: Sequence[str], audited: int) -> PageTable:
+    """Build the table of the largest loss of every learner, and its claim."""
     rows = [
         (
             f"{names[each.learner]}, audited" if each.learner == audited else names[each.learner],
@@ -317,16 +313,16 @@ def _learners(losses: Sequence[LearnerLoss], names: Sequence[str], audited: int)
     above = [k for k, each in enumerate(losses) if each.largest_loss > each.claim * (1 + 1e-9) + 1e-9]
     columns = (
         PageColumn("learner"),
-        PageColumn("swap that shows most", kind="long"),
+        PageColumn("worst replacement", kind="long"),
         PageColumn("its largest loss", format_3_digits),
         PageColumn("claimed at most", format_number),
-        PageColumn("so much of the claim", format_percent, kind="bar"),
+        PageColumn("share of the claim", format_percent, kind="bar"),
     )
     return PageTable("learners", "Learner by learner", columns, rows, frozenset((row, 2) for row in above))
 
 
-def _moved(pair: CoupledRuns) -> PageTable:
-    """The first messages that the swap moves, against their noise."""
+def _build_shift_table(pair: CoupledRuns) -> PageTable:
+    """Build the table of the first messages that one record changes, and of their noise."""
     rows = [
         (
             f"round {t}",
@@ -340,13 +336,13 @@ def _moved(pair: CoupledRuns) -> PageTable:
     heads = ("difference, same noise", "without noise", "noise scale")
     ratio = PageColumn("difference / scale", lambda value: "no noise" if value is None else format_3_digits(value))
     columns = (PageColumn("message"), *(PageColumn(head, format_3_digits) for head in heads), ratio)
-    return PageTable("moved", "The first messages that differ", columns, rows)
+    return PageTable("shifts", "The first messages that differ", columns, rows)
 
 
-# ---- how to repeat it ------------------------------------------------------------------------------------------------
+# ---- reproduction ----------------------------------------------------------------------------------------------------
 
 
-def _command(done: Audit, name: str, seed: int) -> str:
+def _build_command(done: Audit, name: str, seed: int) -> str:
     plan = done.plan
     options = [f"--learner {name}", f"--runs {plan.total_runs}", f"--threat {plan.adversary.threat.value}"]
     if plan.adversary.neighbour is not None:

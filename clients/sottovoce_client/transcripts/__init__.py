@@ -1,1 +1,1 @@
-"""`sottovoce transcript`: what was overheard or simulated, in SQL and for people."""
+"""`sottovoce transcript`: captured and simulated messages, in SQL and as summaries."""

@@ -1,10 +1,10 @@
-"""What was said, for SQL: captures and simulated transcripts as two tables in a database that lasts as long as a query.
+"""SQL queries of messages: captures and simulated transcripts as two tables of a temporary database.
 
-- `messages`: the records of captures, as they are (`sottovoce_eavesdropper.capture_writer`).
-- `said`: `run, world, replica, round, sender, field, value`, each message once, whoever heard it: those of captures decoded,
-  and those of a simulator's transcripts. What cannot be decoded is not in it.
+- `messages`: the records of captures, unchanged (`sottovoce_eavesdropper.capture_writer`).
+- `broadcasts`: `run, world, replica, round, sender, field, value`, each message once for all its receivers: decoded ones of
+  captures, and those of simulated transcripts. Messages that cannot be decoded are left out.
 
-A query sees these tables and nothing else: no file, no network, and it changes nothing.
+A query can read these tables only: it has no access to files or the network, and changes nothing.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _MAX_FOLDER_DEPTH = 4
-"""Folders between the one that is named and a capture."""
+"""Maximum depth of folders between the named one and a capture."""
 _FILES = (".parquet", ".json", ".yaml", ".html", ".log", ".npz", ".partial", ".md", ".csv")
 MAX_SHOWN_ROWS, _MAX_VERTICAL_ROWS, _MAX_CELL_CHARACTERS = 200, 20, 60
 _MAX_MEMORY = "2GB"
-_FETCHED = 10_000
+_FETCH_ROWS = 10_000
 _MAX_GATHERED_BATCHES, _MAX_GATHERED_BYTES = 32, 64 * 1024 * 1024
 _MAX_ROUND = 2**62
-"""What is beyond it is no round that anybody counted up to."""
-_NOTHING = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0))
+"""Upper limit of plausible round numbers."""
+_EMPTY_COLUMNS = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0))
 
 
 SimulatedTranscript = tuple[Folder, str]
-"""Folder and name of a simulator's transcript."""
+"""Folder and file name of a simulated transcript."""
 
 
 def find_transcripts(place: str) -> tuple[list[Capture], list[SimulatedTranscript]]:
-    """All captures and transcripts of a folder, of folders below it, or one `.parquet` file.
+    """Find all captures and transcripts in a folder and below, or one `.parquet` file.
 
     Raises:
-        CaptureError: there are none.
+        CaptureError: There are none.
     """
     captures, simulated = list[Capture](), list[SimulatedTranscript]()
     if place.endswith(".parquet"):
@@ -68,9 +68,9 @@ def find_transcripts(place: str) -> tuple[list[Capture], list[SimulatedTranscrip
     except OSError as error:
         raise CaptureError(f"cannot read {place}: {error}") from None
     if not captures and not simulated:
-        file = "; it is to be the folder, or the .parquet file itself" if Path(place).is_file() else ""
+        hint = "; give the folder, or the .parquet file itself" if Path(place).is_file() else ""
         raise CaptureError(
-            f"{place} has neither captures nor a transcript.parquet, which `sottovoce simulate --write transcript` writes{file}"
+            f"{place} must have captures or a transcript.parquet, which `sottovoce simulate --write transcript` writes{hint}"
         )
     return captures, simulated
 
@@ -92,22 +92,24 @@ def _gather(folder: Folder, depth: int, captures: list[Capture], simulated: list
 
 @contextmanager
 def open_database(captures: Sequence[Capture], simulated: Sequence[SimulatedTranscript], wanted: str) -> Iterator[Any]:
-    """A DuckDB connection with the tables that the text `wanted` names, and no way out of it.
+    """Open a DuckDB connection with the tables named in the text `wanted`, without access to anything else.
 
     Raises:
-        SpecError: duckdb is not installed, or a table is not there.
-        CaptureError: something cannot be read.
+        SpecError: duckdb is not installed, or a table does not exist.
+        CaptureError: A file cannot be read.
     """
     duckdb = import_optional("duckdb", "duckdb", "querying transcripts", "query")
     named = set(re.findall(r"\w+", wanted.lower()))
     if "messages" in named and not captures:
-        raise SpecError("there are no messages here, only what was simulated: query said")
+        raise SpecError(
+            "the table messages needs a capture, and there are only simulated transcripts: query broadcasts"
+        )
     sources = {
         "messages": (batch for each in captures for batch in each.read_batches()),
-        "said": chain(
-            [_rows("", -1, -1, "", *_NOTHING)],  # the right columns even where there is nothing
-            (batch for each in captures for batch in _said_in(each)),
-            (batch for folder, name in simulated for batch in _simulated(folder, name)),
+        "broadcasts": chain(
+            [_build_rows("", -1, -1, "", *_EMPTY_COLUMNS)],  # the right columns even without rows
+            (batch for each in captures for batch in _read_broadcasts(each)),
+            (batch for folder, name in simulated for batch in _read_simulated(folder, name)),
         ),
     }
     with (
@@ -115,28 +117,28 @@ def open_database(captures: Sequence[Capture], simulated: Sequence[SimulatedTran
         duckdb.connect(str(folder / "query.duckdb"), config={"memory_limit": _MAX_MEMORY}) as connection,
     ):
         for name in sources.keys() & named:
-            _fill(connection, name, sources[name])
+            _fill_table(connection, name, sources[name])
         connection.execute("SET enable_external_access = false")
         connection.execute("SET lock_configuration = true")
         yield connection
 
 
-def _fill(connection: Any, name: str, batches: Iterator[pa.RecordBatch]) -> None:
-    """A table, some batches at a time: it lies on disk, not in memory."""
+def _fill_table(connection: Any, name: str, batches: Iterator[pa.RecordBatch]) -> None:
+    """Fill a table in portions; it is on disk, not in memory."""
     created = False
-    for table in _gathered(batches):
-        arrived = connection.from_arrow(table)
+    for portion in _merge_batches(batches):
+        relation = connection.from_arrow(portion)
         if created:
-            arrived.insert_into(name)
+            relation.insert_into(name)
         else:
-            arrived.create(name)
+            relation.create(name)
         created = True
     if not created:
-        raise CaptureError(f"there is nothing for the table {name}: no record")
+        raise CaptureError(f"the table {name} needs records, and there are none")
 
 
-def _gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Several batches at a time: each insertion has its price."""
+def _merge_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Merge batches into larger tables: each insertion has a fixed cost."""
     import pyarrow as pa
 
     held: list[pa.RecordBatch] = []
@@ -149,8 +151,8 @@ def _gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
         yield pa.Table.from_batches(held)
 
 
-def _said_in(capture: Capture) -> Iterator[pa.RecordBatch]:
-    """Each message of a capture once, whoever heard it."""
+def _read_broadcasts(capture: Capture) -> Iterator[pa.RecordBatch]:
+    """Yield each message of a capture once for all its receivers."""
     codec, seen, run = RoundCodec(capture.shapes), set[bytes](), capture.metadata["run_id"]
     world, replica = (-1 if number is None else number for number in (capture.world, capture.replica))
     for batch in capture.read_batches(("kind", "method", "sender", "payload")):
@@ -163,16 +165,16 @@ def _said_in(capture: Capture) -> Iterator[pa.RecordBatch]:
                 new.append(k)
         for field, values in fields.items():
             flat = values[new].reshape(len(new), -1) if new else np.empty((0, 0))
-            yield _rows(run, world, replica, field, rounds[new], senders[new], flat)
+            yield _build_rows(run, world, replica, field, rounds[new], senders[new], flat)
 
 
 def decode_rounds(
     batch: pa.RecordBatch, codec: RoundCodec
 ) -> tuple[IntArray, IntArray, IntArray, dict[str, FloatArray]]:
-    """The rounds among the messages of a batch with the column `payload`.
+    """Decode the messages of rounds in a batch with the column `payload`.
 
     Returns:
-        Which rows these are; rounds and senders that they claim, and fields `(messages, *shape)`.
+        The rows of these messages; the rounds and senders that they claim, and fields `(messages, *shape)`.
     """
     rows, rounds, senders, fields = codec.decode_many(batch.column("payload").to_pylist())
     kept = rounds < _MAX_ROUND
@@ -180,8 +182,10 @@ def decode_rounds(
     return rows[kept], rounds[kept].astype(np.int64), senders[kept].astype(np.int64), fields
 
 
-def _rows(run: str, world: int, replica: int, field: str, rounds: Any, senders: Any, values: Any) -> pa.RecordBatch:
-    """Rows of `said`; values `(rows, numbers)`."""
+def _build_rows(
+    run: str, world: int, replica: int, field: str, rounds: Any, senders: Any, values: Any
+) -> pa.RecordBatch:
+    """Build rows of `broadcasts`; values are `(rows, numbers)`."""
     import pyarrow as pa
 
     rows, dim = values.shape
@@ -198,18 +202,18 @@ def _rows(run: str, world: int, replica: int, field: str, rounds: Any, senders: 
     return pa.RecordBatch.from_arrays(columns, names=list(COLUMNS))
 
 
-def _simulated(folder: Folder, name: str) -> Iterator[pa.RecordBatch]:
-    """The rows of a simulator's transcript."""
+def _read_simulated(folder: Folder, name: str) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a simulated transcript."""
     import pyarrow as pa
 
     where = f"{folder.name}/{name}"
-    kinds = _rows("", 0, 0, "", *_NOTHING).schema
+    kinds = _build_rows("", 0, 0, "", *_EMPTY_COLUMNS).schema
     try:
         with folder.open(name) as raw:
             file = import_parquet().ParquetFile(raw)
             if missing := [column for column in COLUMNS if column not in file.schema_arrow.names]:
-                raise CaptureError(f"{where} is not a transcript: it lacks the columns {missing}")
-            for batch in file.iter_batches(_FETCHED, columns=list(COLUMNS)):
+                raise CaptureError(f"{where} must be a transcript, and lacks the columns {missing}")
+            for batch in file.iter_batches(_FETCH_ROWS, columns=list(COLUMNS)):
                 yield pa.RecordBatch.from_arrays(
                     [batch.column(kind.name).cast(kind.type) for kind in kinds], schema=kinds
                 )
@@ -221,11 +225,11 @@ def _simulated(folder: Folder, name: str) -> Iterator[pa.RecordBatch]:
 
 
 def query(place: str, sql: str, *, out: Path | None = None, csv_file: TextIO | None = None) -> None:
-    """Ask in SQL, and show the answer, write it as CSV, or as a Parquet file.
+    """Run an SQL query, and show the result, or write it as CSV or as a Parquet file.
 
     Raises:
-        SpecError: not a question in SQL, or a file at `out` already.
-        CaptureError: something cannot be read.
+        SpecError: It is not one SELECT statement, or the file `out` exists.
+        CaptureError: A file cannot be read.
     """
     require_new(out)
     duckdb = import_optional("duckdb", "duckdb", "querying transcripts", "query")
@@ -233,7 +237,7 @@ def query(place: str, sql: str, *, out: Path | None = None, csv_file: TextIO | N
         try:
             statements = connection.extract_statements(sql)
             if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
-                raise SpecError("a query must be one SELECT statement: nothing here can be changed")
+                raise SpecError("a query must be one SELECT statement: tables cannot be changed")
             if out is not None:
                 with create_file(out) as file:
                     _write_parquet(connection.sql(sql), file)
@@ -241,41 +245,41 @@ def query(place: str, sql: str, *, out: Path | None = None, csv_file: TextIO | N
             elif csv_file is not None:
                 _write_csv(connection.execute(sql), csv_file)
             else:
-                _answer(connection.execute(sql))
+                _print_result(connection.execute(sql))
         except duckdb.Error as error:
             raise SpecError(f"the query failed: {' '.join(str(error).split())[:600]}") from None
 
 
-def _answer(answer: Any) -> None:
-    """To whoever asked: people see the first rows, programs get all."""
+def _print_result(result: Any) -> None:
+    """Print the first rows, or all of them as JSON."""
     if terminal.is_json_requested():
-        names, rows = [column[0] for column in answer.description], answer.fetchall()
-        plainly = [[each.hex() if isinstance(each, bytes) else each for each in row] for row in rows]
-        terminal.print_json([dict(zip(names, row, strict=True)) for row in plainly])
+        names, rows = [column[0] for column in result.description], result.fetchall()
+        printable = [[each.hex() if isinstance(each, bytes) else each for each in row] for row in rows]
+        terminal.print_json([dict(zip(names, row, strict=True)) for row in printable])
     else:
-        _show(answer, terminal.create_console(highlight=False))
+        _show(result, terminal.create_console(highlight=False))
 
 
-def _write_csv(answer: Any, to: TextIO) -> None:
-    writer = csv.writer(to, lineterminator="\n")
-    writer.writerow([column[0] for column in answer.description])
-    while rows := answer.fetchmany(_FETCHED):
+def _write_csv(result: Any, file: TextIO) -> None:
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([column[0] for column in result.description])
+    while rows := result.fetchmany(_FETCH_ROWS):
         writer.writerows(
             [cell.hex() if isinstance(cell, bytes) else escape_formula(cell) for cell in row] for row in rows
         )
 
 
-def _write_parquet(answer: Any, to: BinaryIO) -> None:
-    reader = answer.to_arrow_reader(_FETCHED)
-    with import_parquet().ParquetWriter(to, reader.schema, compression="zstd") as writer:
+def _write_parquet(result: Any, file: BinaryIO) -> None:
+    reader = result.to_arrow_reader(_FETCH_ROWS)
+    with import_parquet().ParquetWriter(file, reader.schema, compression="zstd") as writer:
         for batch in reader:
             writer.write_batch(batch)
 
 
-def _show(answer: Any, console: Console) -> None:
-    rows = answer.fetchmany(MAX_SHOWN_ROWS + 1)
+def _show(result: Any, console: Console) -> None:
+    rows = result.fetchmany(MAX_SHOWN_ROWS + 1)
     table = terminal.create_table()
-    for k, column in enumerate(answer.description):
+    for k, column in enumerate(result.description):
         right = bool(rows) and isinstance(rows[0][k], int | float)
         table.add_column(column[0], justify="right" if right else "left", overflow="fold")
     for row in rows[:MAX_SHOWN_ROWS]:
@@ -287,7 +291,7 @@ def _show(answer: Any, console: Console) -> None:
         shown = _MAX_VERTICAL_ROWS
         for row in rows[:shown]:  # a line for each column
             upright = terminal.create_fact_grid()
-            for column, cell in zip(answer.description, row, strict=True):
+            for column, cell in zip(result.description, row, strict=True):
                 upright.add_row(column[0], Text(format_cell(cell)))
             console.print(upright)
             console.print()
@@ -296,7 +300,7 @@ def _show(answer: Any, console: Console) -> None:
 
 
 def format_cell(cell: object) -> str:
-    """A cell of a table on a terminal: long ones are cut."""
+    """Format a cell of a table on a terminal; long ones are cut."""
     if isinstance(cell, bytes):
         text = cell[:_MAX_CELL_CHARACTERS].hex(" ", 4)
     elif isinstance(cell, float):
@@ -309,7 +313,7 @@ def format_cell(cell: object) -> str:
     return text if len(text) <= _MAX_CELL_CHARACTERS else f"{text[: _MAX_CELL_CHARACTERS - 1]}…"
 
 
-def format_numbers(values: Sequence[Any], most: int = 4) -> str:
-    """The first of some numbers, and how many there are."""
-    first = ", ".join(f"{v:.4g}" if isinstance(v, float) else format_cell(v) for v in values[:most])
-    return f"[{first}]" if len(values) <= most else f"[{first}, … {len(values)} in all]"
+def format_numbers(values: Sequence[Any], max_shown: int = 4) -> str:
+    """Format the first values of a sequence, and its length."""
+    first = ", ".join(f"{v:.4g}" if isinstance(v, float) else format_cell(v) for v in values[:max_shown])
+    return f"[{first}]" if len(values) <= max_shown else f"[{first}, … {len(values)} in all]"

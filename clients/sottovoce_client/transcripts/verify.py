@@ -1,4 +1,4 @@
-"""What of a capture its learners have signed: evidence for whoever believes their authority, and nobody else."""
+"""Verification of the signatures in a capture: evidence for those who trust the learners' authority."""
 
 from __future__ import annotations
 
@@ -35,141 +35,145 @@ from sottovoce_rpc.signatures import (
 
 _MAX_SHOWN = 5
 AuthorityBundles = Mapping[str, Sequence[x509.Certificate]]
-"""Authorities by trust domain."""
+"""Certificates of authorities, by trust domain."""
 MISSING_SIGNATURE_REASON = "never made, or removed"
-"""What can be known of signatures that are not there."""
+"""Possible reasons of missing signatures."""
 EXIT_NOT_ALL_SIGNED = 3
-"""Exit code where nothing is wrong with what is signed, and signatures are missing."""
+"""Exit code if all signatures are right, and some are missing."""
 
 
 class LearnerSignatures:
-    """What one learner has said and signed: of a round that passed as it was signed a bit is kept, and no more."""
+    """Messages and signatures of one learner; a round whose message matches its signature takes one bit."""
 
     def __init__(self) -> None:
         self.refusals: Counter[str] = Counter()
-        """Why signatures in its name count for nothing, how often."""
-        self._signed: dict[int, bytes] = {}  # the first digests of each block
-        self._twice: set[int] = set()
-        self._as_signed: defaultdict[int, int] = defaultdict(int)  # a bit for each round, by block
-        self._else: defaultdict[int, set[bytes]] = defaultdict(set)  # what passed and is not signed, or not yet
+        """Reasons for refused signatures in its name, with their counts."""
+        self._signed: dict[int, bytes] = {}  # first signed digests of each block
+        self._signed_twice: set[int] = set()
+        self._matching: defaultdict[int, int] = defaultdict(int)  # a bit for each round, by block
+        self._other: defaultdict[int, set[bytes]] = defaultdict(set)  # messages without a matching signature so far
 
-    def record_message(self, t: int, said: bytes) -> None:
-        """Something passed in its name."""
-        if self._digest(t) == said:
-            self._as_signed[t // ROUNDS_PER_BLOCK] |= 1 << t % ROUNDS_PER_BLOCK
+    def record_message(self, t: int, digest: bytes) -> None:
+        """Record a message in its name."""
+        if self._get_signed_digest(t) == digest:
+            self._matching[t // ROUNDS_PER_BLOCK] |= 1 << t % ROUNDS_PER_BLOCK
         else:
-            self._else[t].add(said)
+            self._other[t].add(digest)
 
     def record_statement(self, statement: Statement) -> None:
-        """It has signed a block."""
+        """Record a signed block."""
         block, first = statement.block, ROUNDS_PER_BLOCK * statement.block
         known = bytearray(self._signed.get(block, EMPTY_DIGESTS))
         for t in range(first, first + ROUNDS_PER_BLOCK):
-            if (said := statement[t]) is None:
+            if (digest := statement[t]) is None:
                 continue
-            if self._digest(t) not in (None, said):
-                self._twice.add(t)
+            if self._get_signed_digest(t) not in (None, digest):
+                self._signed_twice.add(t)
                 continue
-            known[DIGEST_BYTES * (t - first) : DIGEST_BYTES * (t - first + 1)] = said
-            if said in self._else.get(t, ()):
-                self._else[t].discard(said)
-                self._as_signed[block] |= 1 << t - first
-                if not self._else[t]:
-                    del self._else[t]
+            known[DIGEST_BYTES * (t - first) : DIGEST_BYTES * (t - first + 1)] = digest
+            if digest in self._other.get(t, ()):
+                self._other[t].discard(digest)
+                self._matching[block] |= 1 << t - first
+                if not self._other[t]:
+                    del self._other[t]
         self._signed[block] = bytes(known)
 
     @property
     def message_rounds_count(self) -> int:
-        """Rounds in which anything passed in its name."""
-        return sum(map(int.bit_count, self._as_signed.values())) + sum(not self._has_passed(t) for t in self._else)
+        """Number of rounds with a message in its name."""
+        return sum(map(int.bit_count, self._matching.values())) + sum(
+            not self._has_matching_message(t) for t in self._other
+        )
 
     @property
     def signed_rounds_count(self) -> int:
-        """Rounds in which all that passed in its name is signed by it."""
-        return self.message_rounds_count - len(self._else)
+        """Number of rounds in which all messages in its name are signed."""
+        return self.message_rounds_count - len(self._other)
 
     @property
     def unsigned_rounds(self) -> list[int]:
-        """Rounds that it has not signed."""
-        return sorted(t for t in self._else if self._digest(t) is None)
+        """Rounds with messages and without a signature."""
+        return sorted(t for t in self._other if self._get_signed_digest(t) is None)
 
     def find_missing_rounds(self, complete: bool) -> list[int]:
-        """Rounds that a learner with an identity would have signed by the end of the capture, and that nobody has.
+        """Find rounds without a signature that a learner with an identity would have signed by the end of the capture.
 
         Args:
-            complete: whether the capture is; else what passed last may be signed later.
+            complete: whether the capture is complete; otherwise the last messages may be signed later.
         """
-        last = max((*self._as_signed, *(t // ROUNDS_PER_BLOCK for t in self._else)), default=0)
+        last = max((*self._matching, *(t // ROUNDS_PER_BLOCK for t in self._other)), default=0)
         return [t for t in self.unsigned_rounds if complete or t // ROUNDS_PER_BLOCK < last]
 
     @property
     def equivocated_rounds(self) -> list[int]:
-        """Rounds of which it has signed two messages: proof that it said two things."""
-        return sorted(self._twice)
+        """Rounds of which it signed two messages: proof of equivocation."""
+        return sorted(self._signed_twice)
 
     @property
     def mismatched_rounds(self) -> list[int]:
-        """Rounds in which something passed in its name that it has not signed, though it signed another message of them."""
-        return sorted(t for t in self._else if self._digest(t) is not None)
+        """Rounds with a message in its name that it did not sign, although it signed another message of the round."""
+        return sorted(t for t in self._other if self._get_signed_digest(t) is not None)
 
     @property
     def has_signatures(self) -> bool:
-        """Whether it has signed anything."""
+        """True if it signed anything."""
         return bool(self._signed)
 
     def describe_faults(self, name: str) -> Iterator[str]:
-        """What is wrong with what the learner of this name has said and signed, a sentence each."""
+        """Yield a sentence for each fault in the messages and signatures of the learner of this name."""
         if self.equivocated_rounds:
-            yield f"{name} has signed two messages of {_rounds(self.equivocated_rounds)}: it said two things, and cannot deny it"
+            rounds = _format_rounds(self.equivocated_rounds)
+            yield f"{name} has signed two messages of {rounds}: it sent two messages of one round, and cannot deny it"
         if others := sorted(set(self.mismatched_rounds) - set(self.equivocated_rounds)):
-            yield f"{name} has signed another message of {_rounds(others)} than passed here: a forgery, or it said two things"
-        for why, times in self.refusals.most_common(_MAX_SHOWN):
-            yield f"{name}: {format_count(times)}x refused: {why}"
+            rounds = _format_rounds(others)
+            yield f"{name} has signed another message of {rounds} than was captured: a forgery, or it sent two of one round"
+        for reason, times in self.refusals.most_common(_MAX_SHOWN):
+            yield f"{name}: {format_count(times)}x refused: {reason}"
 
-    def _digest(self, t: int) -> bytes | None:
-        """Of what it has signed first of a round."""
+    def _get_signed_digest(self, t: int) -> bytes | None:
+        """Return the digest of the message of a round that it signed first."""
         block, k = divmod(t, ROUNDS_PER_BLOCK)
         found = self._signed.get(block, EMPTY_DIGESTS)[DIGEST_BYTES * k : DIGEST_BYTES * (k + 1)]
         return found if any(found) else None
 
-    def _has_passed(self, t: int) -> bool:
-        """Has what it signed of a round passed?"""
-        return bool(self._as_signed.get(t // ROUNDS_PER_BLOCK, 0) >> t % ROUNDS_PER_BLOCK & 1)
+    def _has_matching_message(self, t: int) -> bool:
+        """Return whether the signed message of a round was captured."""
+        return bool(self._matching.get(t // ROUNDS_PER_BLOCK, 0) >> t % ROUNDS_PER_BLOCK & 1)
 
 
 def read_signatures(capture: Capture, authorities: bytes) -> dict[str, LearnerSignatures]:
-    """What the learners of a capture have said and signed, by name.
+    """Read the messages and signatures of a capture's learners, by name.
 
     Args:
-        capture: of a run of ours.
-        authorities: that are believed, PEM.
+        capture: capture of a Sottovoce run.
+        authorities: trusted certificates, PEM.
 
     Raises:
-        CaptureError: it cannot be read, is by wiretap, or of no run of ours.
+        CaptureError: It cannot be read, is by wiretap, or is of another service.
     """
     capture.require_messages()
     names = Participants.from_spec(json.dumps(capture.metadata["spec"])).names
     if not names or not capture.shapes:
-        raise CaptureError(f"{capture.name} is of no run of ours: in it nothing is signed")
+        raise CaptureError(f"{capture.name} must be of a Sottovoce run to have signatures, and is of another service")
     bundles = group_by_domain(x509.load_pem_x509_certificates(authorities))
     found, codec = {name: LearnerSignatures() for name in names}, RoundCodec(capture.shapes)
     for batch in capture.read_batches(("sender", "kind", "method", "wall_ns", "payload")):
         for sender, kind, method, wall, payload in zip(*(column.to_pylist() for column in batch.columns), strict=True):
             if method not in EXCHANGE_METHODS or not 0 <= sender < len(names):
                 continue
-            words = found[names[sender]]
+            signatures = found[names[sender]]
             if kind == "message":
                 try:
-                    words.record_message(codec.decode(payload)[0], compute_frame_digest(payload))
-                except RemoteProtocolError:  # no round: `transcript show` says so
+                    signatures.record_message(codec.decode(payload)[0], compute_frame_digest(payload))
+                except RemoteProtocolError:  # no message of a round: `transcript show` counts these
                     continue
             elif kind == "signature":
-                _take(words, names[sender], sender, payload, capture, bundles, wall)
+                _record_signature(signatures, names[sender], sender, payload, capture, bundles, wall)
     return found
 
 
-def _take(
-    words: LearnerSignatures,
+def _record_signature(
+    signatures: LearnerSignatures,
     name: str,
     sender: int,
     payload: bytes,
@@ -178,104 +182,109 @@ def _take(
     wall_ns: int,
 ) -> None:
     try:
-        signed = SignedStatement.decode(str(capture.metadata["run_id"]), payload)
-        who = _signer(signed, bundles, datetime.fromtimestamp(wall_ns / 1e9, UTC))
+        statement = SignedStatement.decode(str(capture.metadata["run_id"]), payload)
+        signer = _identify_signer(statement, bundles, datetime.fromtimestamp(wall_ns / 1e9, UTC))
     except (RemoteProtocolError, PermissionDenied, ValueError, OverflowError, OSError) as error:
-        words.refusals[str(error)] += 1
+        signatures.refusals[str(error)] += 1
         return
-    if who is None or not who.is_one_of(f"{Role.LEARNER}/{name}") or signed.statement.sender != sender:
+    if signer is None or not signer.is_one_of(f"{Role.LEARNER}/{name}") or statement.statement.sender != sender:
         home = next(iter(bundles)) if len(bundles) == 1 else ""
-        other = who.qualify_for(home) if who else "nobody of a deployment"
-        words.refusals[f"a signature of {other} in the name of {name}"] += 1
+        other = signer.qualify_for(home) if signer else "no principal of a deployment"
+        signatures.refusals[f"a signature of {other} in the name of {name}"] += 1
     elif "@" not in name and len(bundles) > 1:
-        words.refusals[
-            f"a signature of {who} of {who.domain} in the name of {name}, which holds no trust domain: take the authorities of "
-            "one domain alone"
+        signatures.refusals[
+            f"a signature of {signer} of {signer.domain} in the name of {name}, which names no trust domain: give the "
+            "authorities of one domain only"
         ] += 1
     else:
-        words.record_statement(signed.statement)
+        signatures.record_statement(statement.statement)
 
 
-def _signer(signed: SignedStatement, bundles: AuthorityBundles, moment: datetime) -> Principal | None:
-    """Who has signed, by an authority of its own trust domain; None: nobody of a deployment.
+def _identify_signer(statement: SignedStatement, bundles: AuthorityBundles, moment: datetime) -> Principal | None:
+    """Identify the signer by an authority of its own trust domain; None if it is no principal of a deployment.
 
     Raises:
-        PermissionDenied: no such authority has issued its certificate, or the signature is wrong.
+        PermissionDenied: No such authority issued its certificate, or the signature is wrong.
     """
-    claimed = signed.claimed_principal
-    believed = bundles.get(claimed.domain, bundles.get("", ())) if claimed else chain.from_iterable(bundles.values())
-    if not believed:
-        raise PermissionDenied(f"a signature of {claimed}, of a trust domain of which no authority is believed")
-    signed.verify_signature(b"".join(each.public_bytes(Encoding.PEM) for each in believed), moment)
+    claimed = statement.claimed_principal
+    trusted = bundles.get(claimed.domain, bundles.get("", ())) if claimed else chain.from_iterable(bundles.values())
+    if not trusted:
+        raise PermissionDenied(f"a signature of {claimed}, of a trust domain without a trusted authority")
+    statement.verify_signature(b"".join(each.public_bytes(Encoding.PEM) for each in trusted), moment)
     return claimed
 
 
 def verify(place: str, authorities: Path, console: Console | None = None) -> int:
-    """Print what of a capture is signed.
+    """Print which messages of a capture are signed.
 
     Args:
         place: a capture, or a folder with one: a path, or a URL.
-        authorities: file of those that are believed, PEM.
+        authorities: file of trusted certificates, PEM.
 
     Returns:
-        The exit code: 1 where somebody has said two things, or a signature is wrong; else 3 where signatures are missing; else 0.
+        The exit code: 1 if a learner signed two messages of one round, or a signature is wrong; else 3 if signatures are missing;
+        else 0.
 
     Raises:
-        CaptureError: there is no capture, or it cannot be read.
-        FailedPrecondition: the file of authorities cannot be read.
+        CaptureError: There is no capture, or it cannot be read.
+        NotFound: The file of authorities cannot be read.
     """
     console = console or terminal.create_console(highlight=False)
     try:
-        believed = authorities.read_bytes()
-        x509.load_pem_x509_certificates(believed)
+        certificates = authorities.read_bytes()
+        x509.load_pem_x509_certificates(certificates)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it holds no certificates (PEM)"
-        raise NotFound(f"no authorities in {authorities}: {why}") from None
+        reason = error.strerror if isinstance(error, OSError) else "it holds no certificates (PEM)"
+        raise NotFound(f"no authorities in {authorities}: {reason}") from None
     captures, _ = find_transcripts(place)
     if len(captures) != 1:
         raise CaptureError(f"{place} must hold one capture, got {len(captures)}: name one")
-    found = read_signatures(captures[0], believed)
+    learners = read_signatures(captures[0], certificates)
     table = terminal.create_table("learner")
-    for head in ("rounds heard", "signed", "not signed"):
+    for head in ("rounds captured", "signed", "not signed"):
         table.add_column(head, justify="right")
-    for name, words in found.items():
-        heard, evidence = words.message_rounds_count, words.signed_rounds_count
-        table.add_row(Text(name), format_count(heard), format_count(evidence), format_count(heard - evidence))
+    for name, signatures in learners.items():
+        total, signed = signatures.message_rounds_count, signatures.signed_rounds_count
+        table.add_row(Text(name), format_count(total), format_count(signed), format_count(total - signed))
     console.print(table)
-    wrong = [line for name, words in found.items() for line in words.describe_faults(name)]
-    for line in wrong:
+    faults = [line for name, signatures in learners.items() for line in signatures.describe_faults(name)]
+    for line in faults:
         console.print(Text(line, style="bold red"))
-    signed = any(words.has_signatures for words in found.values())
-    missing = {name: words.find_missing_rounds(captures[0].is_complete) for name, words in found.items()}
-    lacks = not signed or any(missing.values())
-    if not signed:
-        why = (
-            "nothing is signed by anyone whom these authorities know"
-            if wrong
+    has_signatures = any(signatures.has_signatures for signatures in learners.values())
+    missing = {name: signatures.find_missing_rounds(captures[0].is_complete) for name, signatures in learners.items()}
+    has_missing = not has_signatures or any(missing.values())
+    if not has_signatures:
+        reason = (
+            "no signature is of a learner that these authorities certify"
+            if faults
             else f"no signatures here: {MISSING_SIGNATURE_REASON}"
         )
-        console.print(Text(why, style="yellow"))
+        console.print(Text(reason, style="yellow"))
     else:
-        for name in filter(missing.get, found):
-            of = f"of {_rounds(missing[name])}" if found[name].has_signatures else "at all"
-            console.print(Text(f"{name}: no signature {of}: {MISSING_SIGNATURE_REASON}", style="yellow"))
-        if not wrong:
-            style = "yellow" if lacks else "green"
-            console.print(Text("nobody has said two things, as far as it is signed", style=style))
+        for name in filter(missing.get, learners):
+            rounds = f"of {_format_rounds(missing[name])}" if learners[name].has_signatures else "at all"
+            console.print(Text(f"{name}: no signature {rounds}: {MISSING_SIGNATURE_REASON}", style="yellow"))
+        if not faults:
+            style = "yellow" if has_missing else "green"
+            console.print(Text("no learner signed two messages of one round", style=style))
     terminal.print_json_if_requested(
         lambda: {
-            "signed": signed,
-            "all_signed": not lacks,
-            "wrong": wrong,
+            "signed": has_signatures,
+            "all_signed": not has_missing,
+            "wrong": faults,
             "learners": [
-                {"name": name, "rounds_heard": words.message_rounds_count, "rounds_signed": words.signed_rounds_count}
-                for name, words in found.items()
+                {
+                    "name": name,
+                    "rounds_captured": signatures.message_rounds_count,
+                    "rounds_signed": signatures.signed_rounds_count,
+                }
+                for name, signatures in learners.items()
             ],
         }
     )
-    return 1 if wrong else EXIT_NOT_ALL_SIGNED if lacks else 0
+    return 1 if faults else EXIT_NOT_ALL_SIGNED if has_missing else 0
 
 
-def _rounds(rounds: list[int]) -> str:
+def _format_rounds(rounds: list[int]) -> str:
     more = f" and {format_count(len(rounds) - _MAX_SHOWN)} more" if len(rounds) > _MAX_SHOWN else ""
     return f"round{'s' if len(rounds) > 1 else ''} {', '.join(map(str, rounds[:_MAX_SHOWN]))}{more}"

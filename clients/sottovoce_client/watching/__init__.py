@@ -1,1 +1,1 @@
-"""`sottovoce watch`: online checks of a capture while it is recorded, and the canaries of a run."""
+"""`sottovoce watch`: online tests of a capture while it is written, and the canaries of a run."""

@@ -1,4 +1,4 @@
-"""Files of canaries: the secret one, and the commitment to it that is published before the run."""
+"""Files of canaries: the secret one, and the commitment that is published before the run."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _SECRET, _COMMITMENT = "canaries.json", "commitment.json"
 
 
 class CommitmentError(SottovoceError):
-    """Canaries are not those that were committed to before the run."""
+    """Canaries differ from those that were committed to before the run."""
 
 
 def commit_canaries(prepared: PreparedRun, count: int, folder: Path) -> PreparedRun:
-    """Hide canaries in the records of a run, and commit to them: `canaries.json`, `commitment.json`, and a printed line.
+    """Insert canaries into the records of a run, and commit to them: `canaries.json`, `commitment.json`, and a printed line.
 
     Args:
-        prepared: the run that is about to start.
-        count: how many.
-        folder: of the run.
+        prepared: the run, before its start.
+        count: number of canaries.
+        folder: folder of the run.
 
     Raises:
-        SpecError: this run cannot have so many.
+        SpecError: This run cannot have so many.
     """
     if prepared.run.spec.data.is_live:
-        raise SpecError("canaries take the places of records that are there before the run, and live ones are not")
+        raise SpecError("canaries replace records that exist before the run, and this run has live records")
     generator = np.random.default_rng(secrets.randbits(256))
     canaries = draw_canaries(prepared.run, prepared.data, count, generator)
     digest = _save(canaries, folder)
@@ -52,7 +52,7 @@ def commit_canaries(prepared: PreparedRun, count: int, folder: Path) -> Prepared
 
 
 def _save(canaries: Canaries, folder: Path) -> str:
-    """Write both files; returns the SHA-256 of the secret one, in hexadecimal."""
+    """Write both files; return the SHA-256 of the secret one, in hexadecimal."""
     document = {"format": "sottovoce-canaries-1", "nonce": secrets.token_hex(32), **asdict(canaries)}
     content = (json.dumps(document, indent=1) + "\n").encode()
     digest = hashlib.sha256(content).hexdigest()
@@ -64,49 +64,50 @@ def _save(canaries: Canaries, folder: Path) -> str:
 
 
 def load_canaries(path: Path, commitment: str | None = None) -> Canaries:
-    """Read canaries, if they are those that were committed to.
+    """Load canaries, and check them against their commitment.
 
     Args:
         path: `canaries.json`.
-        commitment: its SHA-256 as it was published (default: what `commitment.json` beside it says).
+        commitment: published SHA-256 (default: that in `commitment.json` next to the file).
 
     Raises:
-        CommitmentError: they are others.
-        CaptureError: unreadable, or no canaries.
+        CommitmentError: The canaries differ from the committed ones.
+        CaptureError: The file cannot be read, or has no canaries.
     """
     try:
         content = path.read_bytes()
-        beside = path.with_name(_COMMITMENT)
-        promised = commitment or json.loads(beside.read_text(encoding="utf-8"))["sha256"]
+        commitment_file = path.with_name(_COMMITMENT)
+        expected = commitment or json.loads(commitment_file.read_text(encoding="utf-8"))["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CaptureError(f"cannot read the canaries {path} and their commitment: {error}") from None
     found = hashlib.sha256(content).hexdigest()
-    if found != str(promised).lower():
-        raise CommitmentError(f"{path} must have the SHA-256 {promised}, to which the run committed, got {found}")
+    if found != str(expected).lower():
+        raise CommitmentError(f"{path} must have the SHA-256 {expected}, to which the run committed, got {found}")
     try:
-        return _parsed(json.loads(content))
+        return _parse_canaries(json.loads(content))
     except (ValueError, KeyError, TypeError) as error:
-        raise CaptureError(f"{path} has no canaries: {error!r}") from None
+        raise CaptureError(f"{path} must have canaries: {error!r}") from None
 
 
-def _parsed(document: dict[str, Any]) -> Canaries:
-    places = tuple(CanaryPosition(int(each["round"]), int(each["learner"])) for each in document["places"])
+def _parse_canaries(document: dict[str, Any]) -> Canaries:
+    positions = tuple(CanaryPosition(int(each["round"]), int(each["learner"])) for each in document["places"])
     coins = tuple(int(coin) for coin in document["coins"])
     size, label, tau, claim = (float(document[name]) for name in ("size", "label", "tau", "claim"))
     window, pair = int(document["window"]), document.get("pair")
     if pair is not None:
         first, second = (tuple(map(float, record)) for record in pair)
         pair = first, second
-    if len(places) != len(coins) or list(places) != sorted(set(places)) or window < 1 or not math.isfinite(claim):
-        raise ValueError("places in order, a coin for each, a window and a finite claim are needed")
-    return Canaries(places, coins, window, size, label, tau, claim, pair)
+    is_ordered = list(positions) == sorted(set(positions))
+    if len(positions) != len(coins) or not is_ordered or window < 1 or not math.isfinite(claim):
+        raise ValueError("needed: positions in order, a coin for each, a window and a finite claim")
+    return Canaries(positions, coins, window, size, label, tau, claim, pair)
 
 
 def insert_canaries(prepared: PreparedRun, canaries: Canaries) -> PreparedRun:
-    """A run's records with the canaries in them.
+    """Insert canaries into a run's records.
 
     Raises:
-        CaptureError: they are of another run.
+        CaptureError: They are of another run.
     """
     if canaries.record_pair is not None and {*map(len, canaries.record_pair)} != {prepared.data.n_features}:
         raise CaptureError(f"these canaries are of another run: records here have {prepared.data.n_features} features")
@@ -119,7 +120,7 @@ def insert_canaries(prepared: PreparedRun, canaries: Canaries) -> PreparedRun:
 
 
 def find_commitment(place: str) -> Path | None:
-    """The commitment of a run's canaries, where a capture of it lies in the run's folder; None: there is none."""
+    """Find the commitment of a run's canaries, if the capture is in the run's folder; None if there is none."""
     if "://" in place:
         return None
     folder = Path(place).absolute()

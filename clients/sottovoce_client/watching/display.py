@@ -1,4 +1,4 @@
-"""What somebody who watches a run sees: a panel on a terminal, else lines; the same table in the end; numbers for Prometheus."""
+"""Display of a watch: a panel on a terminal, otherwise lines; a final table; metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from sottovoce_core.optional import import_optional
 from sottovoce_rpc.addresses import parse_address
 
 _BAR = 12
-"""Characters from an e-value of one to the line of alarm."""
-NO_ALARM, INCOMPLETE_STATE = "no alarm", "not whole"
+"""Characters of a bar, from an e-value of one to the alarm threshold."""
+NO_ALARM, INCOMPLETE_STATE = "no alarm", "incomplete"
 _COLOURS = {
     "watching": "cyan",
     "ALARM": "bold red",
@@ -38,19 +38,19 @@ _COLOURS = {
 
 @dataclass(slots=True)
 class WatchStatus:
-    """All there is to see.
+    """Status of a watch.
 
     Attributes:
-        title: of the run.
-        rounds: planned; None: it goes on until it is stopped.
-        names: of all learners.
-        alpha: the chance of a false alarm.
-        watch: of the noise.
-        canaries: of the coins, if there are any.
-        alarms: so far.
-        state: in a word or two.
-        unsaved: the exit code of a watch whose keys could not be written; else 0.
-        provenance: what the capture's signatures say of it, in a sentence; empty: nobody looked.
+        title: name of the run.
+        rounds: planned rounds; None: the run goes on until it is stopped.
+        names: names of all learners.
+        alpha: false alarm rate.
+        watch: e-processes of the noise.
+        canary_test: test of the canaries, if there are any.
+        alarms: alarms so far.
+        state: one or two words.
+        provenance: description of the capture's signatures; empty: not checked.
+        history_exit_code: exit code if the noise history could not be written; else 0.
     """
 
     title: str
@@ -62,46 +62,47 @@ class WatchStatus:
     alarms: list[Alarm] = field(default_factory=list)
     state: str = "watching"
     provenance: str = ""
-    keys_exit_code: int = 0
+    history_exit_code: int = 0
 
     def name_blamed_learner(self, alarm: Alarm) -> str:
-        """Whom an alarm blames."""
+        """Return the learner that an alarm is about."""
         return "the learners together" if alarm.learner is None else self.names[alarm.learner]
 
     def format_alarm(self, alarm: Alarm) -> str:
-        """An alarm in words."""
-        since = {"canaries": "coins are guessed too well", "equivocation": "two messages of one round"}
-        what = since.get(alarm.test, "the noise is not what is claimed" + (", of late" if alarm.is_change else ""))
-        e, line = _power(alarm.log_e_value), _power(alarm.log_threshold)
-        return f"{self.name_blamed_learner(alarm)} in round {alarm.round}: {what} ({alarm.test}); e-value {e}, alarm from {line}"
+        """Format an alarm as text."""
+        reasons = {"canaries": "coins are guessed too well", "equivocation": "two messages of one round"}
+        reason = reasons.get(alarm.test, "the noise is not as claimed" + (", recently" if alarm.is_change else ""))
+        e, threshold = _format_e_value(alarm.log_e_value), _format_e_value(alarm.log_threshold)
+        where = f"{self.name_blamed_learner(alarm)} in round {alarm.round}"
+        return f"{where}: {reason} ({alarm.test}); e-value {e}, alarm from {threshold}"
 
     def render(self, max_learners: int = 40) -> RenderableType:
-        """Everything: of `most` learners at most, those with the largest e-values first if there are more."""
+        """Render the status; if there are more than `max_learners`, those with the largest e-values."""
         head = Text.assemble((self.title, "bold"), "  ", (self.state, _COLOURS.get(self.state, "")))
         head.append(
             f"  round {format_count(self.watch.round)}" + (f"/{format_count(self.rounds)}" if self.rounds else "")
         )
-        parts: list[RenderableType] = [head, _table(self, max(3, max_learners))]
+        parts: list[RenderableType] = [head, _build_table(self, max(3, max_learners))]
         if self.canary_test is not None:
-            parts.append(Text(_canary_words(self.canary_test), style="magenta"))
+            parts.append(Text(_describe_canaries(self.canary_test), style="magenta"))
         return Group(*parts)
 
     def print_end(self, console: Console) -> None:
-        """The table as it stands, and what may be said."""
+        """Print the final table and the conclusion."""
         console.print(self.render())
         for alarm in self.alarms:
             console.print(Text(f"ALARM: {self.format_alarm(alarm)}", style="bold red"))
         chance = f"{100 * self.alpha:.3g} %"
         if self.alarms:
-            text = f"If all claims held, an alarm would have come with a chance of at most {chance}."
+            text = f"If all claims hold, the probability of an alarm is at most {chance}."
         else:
-            text = f"No alarm in {pluralize(self.watch.round, 'round')}. A false one had a chance of at most {chance}."
+            text = f"No alarm in {pluralize(self.watch.round, 'round')}. The probability of a false alarm was at most {chance}."
         console.print(Text(text))
         if self.provenance:
             console.print(Text(self.provenance))
 
     def build_document(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Build the status as JSON."""
         return {
             "run": self.title,
             "state": self.state,
@@ -118,13 +119,13 @@ class WatchStatus:
 
 
 class WatchDisplay:
-    """Shows a watch while a `with` block lasts, as often as one likes.
+    """Live display of a watch, as a context manager.
 
-    On a terminal a panel, which disappears at the end; else a line about every two seconds, and at every tenth of the rounds.
+    On a terminal a panel, removed at the end; otherwise a line about every two seconds, and at every tenth of the rounds.
 
     Args:
-        console: where.
-        clock: seconds.
+        console: where to print.
+        clock: clock in seconds.
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -141,21 +142,21 @@ class WatchDisplay:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, sight: WatchStatus) -> None:
-        """Show it, unless it comes too soon after the last."""
-        now, tenth = self._clock(), 10 * sight.watch.round // sight.rounds if sight.rounds else 0
-        pause, news = (PLAIN_INTERVAL_S, tenth) if self._live is None else (LIVE_INTERVAL_S, sight.state)
-        if now - self._shown[0] < pause and news == self._shown[1]:
+    def update(self, status: WatchStatus) -> None:
+        """Show the status, unless the last update was too recent."""
+        now, tenth = self._clock(), 10 * status.watch.round // status.rounds if status.rounds else 0
+        interval, event = (PLAIN_INTERVAL_S, tenth) if self._live is None else (LIVE_INTERVAL_S, status.state)
+        if now - self._shown[0] < interval and event == self._shown[1]:
             return
-        self._shown = now, news
+        self._shown = now, event
         if self._live is None:
-            self._console.out("  ".join(_words(sight)), highlight=False)
+            self._console.out("  ".join(_format_line(status)), highlight=False)
         else:
-            self._live.update(sight.render(self._console.height - 10), refresh=True)
+            self._live.update(status.render(self._console.height - 10), refresh=True)
 
     @contextmanager
     def suspend(self) -> Iterator[None]:
-        """Within it, others write to the terminal."""
+        """Suspend the panel, so that others can write to the terminal."""
         self.__exit__()
         try:
             yield
@@ -163,99 +164,104 @@ class WatchDisplay:
             self.__enter__()
 
 
-def _words(sight: WatchStatus) -> Iterator[str]:
-    watch = sight.watch
+def _format_line(status: WatchStatus) -> Iterator[str]:
+    watch = status.watch
     worst = max(watch.learners, key=lambda each: each.log_e_value)
-    yield f"round {watch.round}" + (f"/{sight.rounds}" if sight.rounds else "")
-    yield f"e-value {_power(watch.log_e_value)} of {_power(watch.log_threshold)}, most at {sight.names[worst.learner]} ({worst.test})"
-    yield f"of late {_power(watch.change_log_e_value)} of {_power(watch.change_log_threshold)}"
-    if sight.canary_test is not None:
-        yield _canary_words(sight.canary_test)
+    yield f"round {watch.round}" + (f"/{status.rounds}" if status.rounds else "")
+    yield (
+        f"e-value {_format_e_value(watch.log_e_value)} of {_format_e_value(watch.log_threshold)}, "
+        f"most at {status.names[worst.learner]} ({worst.test})"
+    )
+    yield f"recently {_format_e_value(watch.change_log_e_value)} of {_format_e_value(watch.change_log_threshold)}"
+    if status.canary_test is not None:
+        yield _describe_canaries(status.canary_test)
 
 
-# ---- the picture -----------------------------------------------------------------------------------------------------
+# ---- table -----------------------------------------------------------------------------------------------------------
 
 
-def _table(sight: WatchStatus, most: int) -> Table:
-    watch = sight.watch
+def _build_table(status: WatchStatus, max_learners: int) -> Table:
+    watch = status.watch
     table = terminal.create_table()
     table.add_column("learner", no_wrap=True, overflow="ellipsis", max_width=16)
-    for title in ("since round 0", "of late"):
+    for title in ("since round 0", "recently"):
         table.add_column(title, no_wrap=True)
         table.add_column("e-value", justify="right", no_wrap=True)
     table.add_column("strongest", no_wrap=True)
     shown = list(watch.learners)
-    if len(shown) > most:
-        shown = sorted(shown, key=lambda each: -max(each.log_e_value, each.change_log_e_value))[:most]
+    if len(shown) > max_learners:
+        shown = sorted(shown, key=lambda each: -max(each.log_e_value, each.change_log_e_value))[:max_learners]
     for each in shown:
-        lines = (watch.log_threshold + watch.learner_margin, watch.change_log_threshold + watch.learner_margin)
-        cells = _cells((each.log_e_value, each.change_log_e_value), lines)
-        test = each.test if each.is_replayable else "not heard"
-        table.add_row(Text(sight.names[each.learner]), *cells, Text(test, style="" if each.is_replayable else "yellow"))
+        thresholds = (watch.log_threshold + watch.learner_margin, watch.change_log_threshold + watch.learner_margin)
+        cells = _build_cells((each.log_e_value, each.change_log_e_value), thresholds)
+        test = each.test if each.is_replayable else "no replay"
+        style = "" if each.is_replayable else "yellow"
+        table.add_row(Text(status.names[each.learner]), *cells, Text(test, style=style))
     if len(shown) < len(watch.learners):
         table.add_row(f"… {len(watch.learners) - len(shown)} more", style="dim")
     table.add_section()
-    lines = (watch.log_threshold, watch.change_log_threshold)
-    table.add_row("together", *_cells((watch.log_e_value, watch.change_log_e_value), lines), style="bold")
-    table.add_row("alarm from", "", _power(lines[0]), "", _power(lines[1]), style="dim")
+    thresholds = (watch.log_threshold, watch.change_log_threshold)
+    table.add_row("together", *_build_cells((watch.log_e_value, watch.change_log_e_value), thresholds), style="bold")
+    table.add_row("alarm from", "", _format_e_value(thresholds[0]), "", _format_e_value(thresholds[1]), style="dim")
     return table
 
 
-def _cells(e_values: tuple[float, float], lines: tuple[float, float]) -> Iterator[Text]:
-    for e, line in zip(e_values, lines, strict=True):
-        yield _bar(e / line)
-        yield Text(_power(e), style="bold red" if e >= line else "")
+def _build_cells(e_values: tuple[float, float], thresholds: tuple[float, float]) -> Iterator[Text]:
+    for e, threshold in zip(e_values, thresholds, strict=True):
+        yield _build_bar(e / threshold)
+        yield Text(_format_e_value(e), style="bold red" if e >= threshold else "")
 
 
-def _bar(full: float) -> Text:
-    """A logarithmic bar: empty up to an e-value of one, full at the line of alarm."""
-    filled = round(_BAR * min(max(full, 0.0), 1.0))
-    colour = "bold red" if full >= 1.0 else "yellow" if full >= 0.5 else "green"
+def _build_bar(fraction: float) -> Text:
+    """Build a logarithmic bar: empty up to an e-value of one, full at the alarm threshold."""
+    filled = round(_BAR * min(max(fraction, 0.0), 1.0))
+    colour = "bold red" if fraction >= 1.0 else "yellow" if fraction >= 0.5 else "green"
     return Text.assemble(("━" * filled, colour), ("─" * (_BAR - filled), "bright_black"), ("▏", "red"))
 
 
-def _canary_words(canaries: CanaryTest) -> str:
+def _describe_canaries(canaries: CanaryTest) -> str:
     total = len(canaries.canaries.positions)
     return (
-        f"canaries: {canaries.scored_count} of {total} scored, {canaries.correct_count} of {canaries.guessed_count} guesses right; "
-        f"ε at least {format_number(canaries.bound, 3)}, claimed {format_number(canaries.canaries.claim, 3)}"
+        f"canaries: {canaries.scored_count} of {total} scored, {canaries.correct_count} of {canaries.guessed_count} guesses right"
+        f"; ε at least {format_number(canaries.bound, 3)}, claimed {format_number(canaries.canaries.claim, 3)}"
     )
 
 
-def _power(e: float) -> str:
-    """An e-value, of its logarithm: two or three digits, or one and a power of ten where it is very large or small."""
+def _format_e_value(e: float) -> str:
+    """Format an e-value from its logarithm: two or three digits, or one and a power of ten if very large or small."""
     if math.isinf(e):
         return "∞" if e > 0 else "0"
     if -7.0 < e < 11.0:
         return format_number(math.exp(e), 2 if e < 4.0 else 3)
     exponent, fraction = divmod(e / math.log(10.0), 1.0)
     mantissa = round(10.0**fraction)
-    return f"{mantissa}e{exponent:.0f}".replace("10e", "1e").replace("-", "−") if mantissa < 10 else _power(e + 0.1)
+    text = f"{mantissa}e{exponent:.0f}".replace("10e", "1e").replace("-", "−")
+    return text if mantissa < 10 else _format_e_value(e + 0.1)
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
+# ---- metrics ---------------------------------------------------------------------------------------------------------
 
 
-_OF_LEARNERS = {
-    "log_e_value": "Natural logarithm of the e-value since round 0; learner is empty: of all.",
-    "change_log_e_value": "The same for a change on the way.",
-    "log_threshold": "From where on log_e_value is an alarm.",
-    "change_log_threshold": "From where on change_log_e_value is an alarm.",
-    "alarms": "Alarms so far; learner is empty where none stands out.",
+_LEARNER_GAUGES = {
+    "log_e_value": "Natural logarithm of the e-value since round 0; an empty learner: all together.",
+    "change_log_e_value": "The same, for a change during the run.",
+    "log_threshold": "Alarm threshold of log_e_value.",
+    "change_log_threshold": "Alarm threshold of change_log_e_value.",
+    "alarms": "Alarms so far; an empty learner: about no single learner.",
     "round": "Rounds watched.",
 }
-"""Gauges with a learner each, and what they mean."""
+"""Help texts of the gauges with the label learner."""
 
 
 class Gauges:
-    """Gauges for Prometheus, served on an address. Use it in a `with` block.
+    """Gauges for Prometheus, served on an address, as a context manager.
 
     Args:
         address: `host:port`; port 0 picks one.
 
     Raises:
-        SpecError: prometheus_client is not installed, or this is no address.
-        Unavailable: the address cannot be listened on.
+        SpecError: prometheus_client is not installed, or the address is invalid.
+        Unavailable: The address cannot be used.
     """
 
     def __init__(self, address: str) -> None:
@@ -263,11 +269,11 @@ class Gauges:
         host, port = parse_address(address, "--metrics", allow_port_zero=True)
         registry = prometheus_client.CollectorRegistry()
 
-        def gauge(name: str, text: str, *labels: str) -> Any:
+        def create_gauge(name: str, text: str, *labels: str) -> Any:
             return prometheus_client.Gauge(f"sottovoce_watch_{name}", text, ("run", *labels), registry=registry)
 
-        self._of_learners = [gauge(name, text, "learner") for name, text in _OF_LEARNERS.items()]
-        self._bound = gauge("compute_epsilon_lower_bound", "Lower bound on epsilon from canaries.")
+        self._learner_gauges = [create_gauge(name, text, "learner") for name, text in _LEARNER_GAUGES.items()]
+        self._bound = create_gauge("epsilon_lower_bound", "Lower bound on epsilon from canaries.")
         try:
             self._server, _ = prometheus_client.start_http_server(port, host, registry)
         except OSError as error:
@@ -281,18 +287,18 @@ class Gauges:
         self._server.shutdown()
         self._server.server_close()
 
-    def update(self, sight: WatchStatus) -> None:
-        """Give these numbers from now on."""
-        watch, lines = sight.watch, (sight.watch.log_threshold, sight.watch.change_log_threshold)
-        blamed = Counter("" if alarm.learner is None else sight.names[alarm.learner] for alarm in sight.alarms)
-        self._tell(sight.title, "", watch.log_e_value, watch.change_log_e_value, *lines, blamed[""])
+    def update(self, status: WatchStatus) -> None:
+        """Set all gauges."""
+        watch, thresholds = status.watch, (status.watch.log_threshold, status.watch.change_log_threshold)
+        alarms = Counter("" if alarm.learner is None else status.names[alarm.learner] for alarm in status.alarms)
+        self._set(status.title, "", watch.log_e_value, watch.change_log_e_value, *thresholds, alarms[""])
         for each in watch.learners:
-            name, own = sight.names[each.learner], (line + watch.learner_margin for line in lines)
-            self._tell(sight.title, name, each.log_e_value, each.change_log_e_value, *own, blamed[name], each.rounds)
-        if sight.canary_test is not None:
-            self._bound.labels(sight.title).set(sight.canary_test.bound)
+            name, own = status.names[each.learner], (threshold + watch.learner_margin for threshold in thresholds)
+            self._set(status.title, name, each.log_e_value, each.change_log_e_value, *own, alarms[name], each.rounds)
+        if status.canary_test is not None:
+            self._bound.labels(status.title).set(status.canary_test.bound)
 
-    def _tell(self, run: str, learner: str, *values: float) -> None:
-        """The first gauges of `_OF_LEARNERS`, in their order."""
-        for gauge, value in zip(self._of_learners, values, strict=False):
+    def _set(self, run: str, learner: str, *values: float) -> None:
+        """Set the first gauges of `_LEARNER_GAUGES`, in their order."""
+        for gauge, value in zip(self._learner_gauges, values, strict=False):
             gauge.labels(run, learner).set(value)

@@ -1,4 +1,4 @@
-"""`sottovoce watch`: follow a capture that is being written, and raise the alarm when noise is not what is claimed."""
+"""`sottovoce watch`: follow a capture while it is written, and raise an alarm if noise is not as claimed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sottovoce_client.watching.canary_files import find_commitment, insert_canar
 from sottovoce_client.watching.capture_sources import (
     CaptureSource,
     FolderSource,
-    load_keys,
+    load_noise_history,
     open_eavesdropper_source,
-    save_keys,
+    save_noise_history,
 )
 from sottovoce_client.watching.display import INCOMPLETE_STATE, NO_ALARM, Gauges, WatchDisplay, WatchStatus
 from sottovoce_core.algorithms.interface import Message
@@ -46,17 +46,17 @@ POLL_INTERVAL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class WatchRequest:
-    """What to watch for.
+    """Options of a watch.
 
     Attributes:
-        alpha: the chance of a false alarm.
-        learners: names of those to watch; none: all.
-        canaries: file of the run's canaries.
-        commitment: its SHA-256; None: what stands beside it.
-        keep_going: watch on after an alarm.
-        once: do not wait for more than is there.
-        keys: file of the noise that was heard in the runs before; this run's is added when it has been watched to its end.
-        logs: state folders of learners, whose logs have the records; none: the spec's data source has them.
+        alpha: false alarm rate.
+        learners: names of the watched learners; empty: all.
+        canary_file: file of the run's canaries.
+        commitment: its SHA-256; None: that in the file next to it.
+        keep_going: go on after an alarm.
+        once: do not wait for more data.
+        noise_history_file: file of the noise of earlier runs; this run's is added when it has been watched to its end.
+        state_folders: state folders of learners, whose write-ahead logs have the records; empty: the spec's data source has them.
         allow_imports: import code that the capture's spec names.
     """
 
@@ -66,7 +66,7 @@ class WatchRequest:
     commitment: str | None = None
     keep_going: bool = False
     once: bool = False
-    keys_file: Path | None = None
+    noise_history_file: Path | None = None
     state_folders: tuple[Path, ...] = ()
     allow_imports: bool = False
 
@@ -79,16 +79,16 @@ def open_source(
     *,
     once: bool = False,
 ) -> AbstractAsyncContextManager[CaptureSource]:
-    """Where the capture is: in a folder, or at an eavesdropper; `once`: a folder must be there already.
+    """Open the capture in a folder, or at an eavesdropper; `once`: the folder must exist already.
 
     Raises:
-        SpecError: not exactly one of the two.
+        SpecError: Not exactly one of the two is given.
     """
     if place is not None and eavesdropper is None and run_id is None:
         return nullcontext(FolderSource(place, 0.0) if once else FolderSource(place))
     if place is None and eavesdropper is not None and run_id is not None:
         return open_eavesdropper_source(eavesdropper, run_id, credentials)
-    raise SpecError("watch needs a capture's folder, or --eavesdropper HOST:PORT and --run RUN_ID")
+    raise SpecError("watch needs either a capture's folder, or --eavesdropper HOST:PORT and --run RUN_ID")
 
 
 def watch(
@@ -99,238 +99,242 @@ def watch(
     metrics_address: str | None = None,
     console: Console | None = None,
 ) -> int:
-    """Watch until the capture is complete, or the first alarm, or somebody interrupts; then say what was seen.
+    """Watch until the capture is complete, the first alarm, or an interrupt; then print a summary.
 
     Args:
-        source: of the capture.
-        question: what to watch for.
-        prepare: gives a spec its data.
-        metrics: `host:port` to serve numbers for Prometheus on.
-        console: where to show it (default: standard output).
+        source: source of the capture.
+        request: options of the watch.
+        prepare: loads the data of a spec.
+        metrics_address: `host:port` of a Prometheus endpoint.
+        console: where to print (default: standard output).
 
     Returns:
-        The exit code: 1 after an alarm, 130 if interrupted without one, 2 where all that was to be looked at is not there or not
-        what was signed (`once`), 3 where the keys could not be written, else 0.
+        The exit code: 1 after an alarm, 130 if interrupted without one, 2 if the capture is incomplete or differs from what was
+        signed (`once`), 3 if the noise history could not be written, else 0.
 
     Raises:
-        SottovoceError: the capture, the data or the canaries cannot be used.
+        SottovoceError: The capture, the data or the canaries cannot be used.
     """
     if not 0.0 < request.alpha < 1.0:
         raise SpecError(f"--alpha must be in (0, 1), got {request.alpha}")
     console = console or terminal.create_console()
     with ExitStack() as stack:
-        served = stack.enter_context(Gauges(metrics_address)) if metrics_address else None
-        if served is not None:
-            console.out(f"metrics: http://{served.address}/metrics", highlight=False)
+        gauges = stack.enter_context(Gauges(metrics_address)) if metrics_address else None
+        if gauges is not None:
+            console.out(f"metrics: http://{gauges.address}/metrics", highlight=False)
 
-        async def work(stop: asyncio.Event) -> WatchStatus | None:
+        async def follow(stop: asyncio.Event) -> WatchStatus | None:
             async with source as opened:
-                return await _Watching(opened, request, prepare, served, stop).to_its_end(console)
+                return await _CaptureWatch(opened, request, prepare, gauges, stop).run(console)
 
-        sight: WatchStatus | None = run_async(work)
-    if sight is None:
+        status: WatchStatus | None = run_async(follow)
+    if status is None:
         console.out("Nothing was watched: there was no capture yet.", highlight=False)
         return 130
-    sight.print_end(console)
-    terminal.print_json_if_requested(sight.build_document)
-    return 1 if sight.alarms else {"interrupted": 130, INCOMPLETE_STATE: 2}.get(sight.state, sight.keys_exit_code)
+    status.print_end(console)
+    terminal.print_json_if_requested(status.build_document)
+    return 1 if status.alarms else {"interrupted": 130, INCOMPLETE_STATE: 2}.get(status.state, status.history_exit_code)
 
 
-class _Watching:
-    """One watch under way."""
+class _CaptureWatch:
+    """A watch of one capture."""
 
     def __init__(
         self,
         source: CaptureSource,
-        question: WatchRequest,
+        request: WatchRequest,
         prepare: Callable[[RunSpec], PreparedRun],
         metrics: Gauges | None,
         stop: asyncio.Event,
     ) -> None:
-        self._source, self._question, self._prepare = source, question, prepare
+        self._source, self._request, self._prepare = source, request, prepare
         self._metrics, self._stop = metrics, stop
-        self._part, self._noticed = 0, 0
+        self._part, self._reported_equivocations = 0, 0
         self._logs: dict[int, LoggedRecords] = {}
 
-    async def to_its_end(self, console: Console) -> WatchStatus | None:
-        """Returns what there was to see; None: nothing before somebody interrupted."""
-        capture = await self._first(console)
+    async def run(self, console: Console) -> WatchStatus | None:
+        """Watch to the end, and return the final status; None if interrupted before there was a capture."""
+        capture = await self._wait_for_capture(console)
         if capture is None:
             return None
-        sight, run = self._begin(capture)
+        status, run = self._start(capture)
         codec = RoundCodec(run.field_shapes)
         rounds = RoundReassembler[Message](
             run.spec.n_learners, run.spec.rounds, run.network, MAX_REMEMBERED_MESSAGES, names=run.spec.names
         )
-        if self._logs and (others := [name for i, name in enumerate(sight.names) if i not in self._logs]):
+        if self._logs and (others := [name for i, name in enumerate(status.names) if i not in self._logs]):
             console.out(f"Not watched: {', '.join(others)}.", highlight=False)
-        with WatchDisplay(console) as shown:
+        with WatchDisplay(console) as display:
             while True:
-                await self._take(capture, codec, rounds, sight, shown)
-                if self._over(capture, sight) or await self._told():
+                await self._process(capture, codec, rounds, status, display)
+                if self._is_over(capture, status) or await self._wait_or_stop():
                     break
                 capture = await self._source.fetch_latest() or capture
-        sight.state, wrong = self._state(sight), ""
-        if sight.alarms or self._question.once:
-            sight.provenance, wrong = _provenance(capture)
-        to = self._question.keys_file
-        if to is not None and (sight.watch.round == sight.rounds or (sight.rounds is None and capture.is_complete)):
-            heard, run_id = sight.watch.key_table, capture.metadata["run_id"]
-            sight.keys_exit_code = terminal.attempt(str(to), lambda: save_keys(to, heard, run_id))
+        status.state, problem = self._get_final_state(status), ""
+        if status.alarms or self._request.once:
+            status.provenance, problem = _check_capture(capture)
+        path = self._request.noise_history_file
+        if path is not None and (
+            status.watch.round == status.rounds or (status.rounds is None and capture.is_complete)
+        ):
+            keys, run_id = status.watch.key_table, capture.metadata["run_id"]
+            status.history_exit_code = terminal.attempt(str(path), lambda: save_noise_history(path, keys, run_id))
         if (
             capture.is_complete
-            and sight.rounds is not None
-            and rounds.next_round < sight.rounds
-            and not self._over_early(sight)
+            and status.rounds is not None
+            and rounds.next_round < status.rounds
+            and not self._is_over_early(status)
         ):
-            unheard = _unheard(rounds, sight)
-            wrong = wrong or ("" if run.spec.data.is_live else unheard)  # a live run may well end when it is stopped
-            console.out(unheard, highlight=False)
-        if self._question.once and wrong and sight.state == NO_ALARM:
-            sight.state = INCOMPLETE_STATE
-        if sight.watch.round < rounds.next_round and not self._over_early(sight):
-            text = f"The logs do not say what was learned in round {sight.watch.round}: those before it were watched."
+            missing = _describe_missing_rounds(rounds, status)
+            problem = problem or ("" if run.spec.data.is_live else missing)  # a live run may end when it is stopped
+            console.out(missing, highlight=False)
+        if self._request.once and problem and status.state == NO_ALARM:
+            status.state = INCOMPLETE_STATE
+        if status.watch.round < rounds.next_round and not self._is_over_early(status):
+            text = f"The logs end before the records of round {status.watch.round}: earlier rounds were watched."
             console.out(text, highlight=False)
-        return sight
+        return status
 
-    async def _first(self, console: Console) -> Capture | None:
-        """The capture, once there is one."""
+    async def _wait_for_capture(self, console: Console) -> Capture | None:
+        """Wait until there is a capture; None if interrupted."""
         capture = await self._source.fetch_latest()
-        if capture is None and self._question.once:
-            raise CaptureError("there is no capture to watch")
+        if capture is None and self._request.once:
+            raise CaptureError("--once needs a capture, and there is none")
         if capture is None:
             console.out(f"waiting for {self._source.wait_description}", highlight=False)
-        while capture is None and not await self._told():
+        while capture is None and not await self._wait_or_stop():
             capture = await self._source.fetch_latest()
         return capture
 
-    def _begin(self, capture: Capture) -> tuple[WatchStatus, Run]:
-        question = self._question
+    def _start(self, capture: Capture) -> tuple[WatchStatus, Run]:
+        request = self._request
         capture.require_messages()
-        spec = parse_spec(capture.metadata["spec"], source=capture.name, allow_imports=question.allow_imports)
-        if find_first_import(capture.metadata["spec"]) is None:  # what lies beside it is not imported unasked
+        spec = parse_spec(capture.metadata["spec"], source=capture.name, allow_imports=request.allow_imports)
+        if find_first_import(capture.metadata["spec"]) is None:  # else the file next to it may import code, too
             require_same_spec(spec, [capture])
-        if question.state_folders:
-            return self._by_logs(capture, spec)
+        if request.state_folders:
+            return self._start_with_logs(capture, spec)
         if spec.data.is_live:
             raise SpecError(
-                "records of a live run stand in the logs of its learners alone: start these with --keep-log, and give their "
-                "state folders (--state FOLDER)"
+                "records of a live run are only in the write-ahead logs of its learners: start these with --keep-log, and give "
+                "their state folders (--state FOLDER)"
             )
-        prepared, canaries, alpha = self._prepare(spec), None, question.alpha
+        prepared, canaries, alpha = self._prepare(spec), None, request.alpha
         spec = prepared.run.spec
-        if question.canary_file is None and (found := find_commitment(capture.name)) is not None:
+        if request.canary_file is None and (found := find_commitment(capture.name)) is not None:
             raise SpecError(f"this run has canaries in its records ({found}): give --canary-file canaries.json")
-        if question.canary_file is not None:
-            canaries = load_canaries(question.canary_file, question.commitment)
-            prepared, alpha = (
-                insert_canaries(prepared, canaries),
-                alpha * 2.0 / 3.0,
-            )  # a third for each of three questions
-        learners = sorted({find_learner_index(spec, name) for name in question.learners or spec.names})
-        before = load_keys(question.keys_file, capture.metadata["run_id"])
-        watched = Watch(prepared.run, prepared.data.learners, alpha, learners, before)
-        test = None if canaries is None else CanaryTest(prepared.run, prepared.data, canaries, question.alpha / 3.0)
-        return WatchStatus(spec.name, _planned(spec), tuple(spec.names), question.alpha, watched, test), prepared.run
+        if request.canary_file is not None:
+            canaries = load_canaries(request.canary_file, request.commitment)
+            prepared = insert_canaries(prepared, canaries)
+            alpha = alpha * 2.0 / 3.0  # a third for each of three tests
+        learners = sorted({find_learner_index(spec, name) for name in request.learners or spec.names})
+        history = load_noise_history(request.noise_history_file, capture.metadata["run_id"])
+        watch = Watch(prepared.run, prepared.data.learners, alpha, learners, history)
+        test = None if canaries is None else CanaryTest(prepared.run, prepared.data, canaries, request.alpha / 3.0)
+        return WatchStatus(
+            spec.name, _get_planned_rounds(spec), tuple(spec.names), request.alpha, watch, test
+        ), prepared.run
 
-    def _by_logs(self, capture: Capture, spec: RunSpec) -> tuple[WatchStatus, Run]:
-        """As `_begin`, of records that learners' logs have."""
-        question, run_id, n_features = self._question, capture.metadata["run_id"], capture.metadata["n_features"]
-        if question.canary_file is not None:
-            raise SpecError("canaries stand in the records of the spec's data source: give --canary-file or --state")
-        found = {name: folder for folder in question.state_folders for name in find_learners(folder, run_id)}
-        names = question.learners or tuple(name for name in spec.names if name in found)
-        if not names or not set(names) <= found.keys():
-            whose = " and of ".join(names) or "one of its learners"
+    def _start_with_logs(self, capture: Capture, spec: RunSpec) -> tuple[WatchStatus, Run]:
+        """Start with the records in learners' write-ahead logs."""
+        request, run_id, n_features = self._request, capture.metadata["run_id"], capture.metadata["n_features"]
+        if request.canary_file is not None:
             raise SpecError(
-                f"--state must name state folders with the log of {whose} in run {run_id}: it is there while the run goes on, "
-                "and behind it where the learner was started with --keep-log"
+                "canaries are in the records of the spec's data source: give either --canary-file or --state"
+            )
+        found = {name: folder for folder in request.state_folders for name in find_learners(folder, run_id)}
+        names = request.learners or tuple(name for name in spec.names if name in found)
+        if not names or not set(names) <= found.keys():
+            owners = " and of ".join(names) or "one of its learners"
+            raise SpecError(
+                f"--state must name state folders with the log of {owners} in run {run_id}: it exists during the run, and "
+                "afterwards if the learner was started with --keep-log"
             )
         indices = {find_learner_index(spec, name): name for name in names}
         self._logs = {
             i: LoggedRecords(found[name], name, run_id, spec, n_features) for i, name in sorted(indices.items())
         }
-        run, before = build_run(spec, n_features), load_keys(question.keys_file, run_id)
-        watched = Watch(run, self._logs, question.alpha, sorted(indices), before)
-        return WatchStatus(spec.name, _planned(spec), tuple(spec.names), question.alpha, watched), run
+        run, history = build_run(spec, n_features), load_noise_history(request.noise_history_file, run_id)
+        watch = Watch(run, self._logs, request.alpha, sorted(indices), history)
+        return WatchStatus(spec.name, _get_planned_rounds(spec), tuple(spec.names), request.alpha, watch), run
 
-    async def _learned(self, t: int) -> bool:
-        """Wait until the logs have what was learned in a round; False: they will not."""
-        over = self._question.once
+    async def _wait_for_records(self, t: int) -> bool:
+        """Wait until the logs have the records of a round; False if they will not."""
+        is_last_look = self._request.once
         while True:
             for each in self._logs.values():
                 each.refresh()
             if all(t < each.known_rounds for each in self._logs.values()):
                 return True
-            if over or await self._told():
+            if is_last_look or await self._wait_or_stop():
                 return False
             latest = await self._source.fetch_latest()
-            over = latest is None or latest.is_complete  # then all is written down by now: look once more
+            is_last_look = latest is None or latest.is_complete  # all records are in the logs by then: look once more
 
-    async def _take(
+    async def _process(
         self,
         capture: Capture,
         codec: RoundCodec,
         rounds: RoundReassembler[Message],
-        sight: WatchStatus,
-        shown: WatchDisplay,
+        status: WatchStatus,
+        display: WatchDisplay,
     ) -> None:
-        """Take what is new, round by round."""
+        """Process new messages, round by round."""
         since = self._part
         for part, batch in capture.read_parts(("sender", "kind", "method", "payload"), lambda part: part > since):
             capture.assemble_rounds(batch, codec, rounds)
             for t, messages in rounds.pop_complete_rounds():
-                if not await self._learned(t):
+                if not await self._wait_for_records(t):
                     return
-                alarms = sight.watch.take(t, messages)
-                alarms += sight.canary_test.take(t, messages) if sight.canary_test else []
-                self._tell(alarms, sight, shown)
+                alarms = status.watch.take(t, messages)
+                alarms += status.canary_test.take(t, messages) if status.canary_test else []
+                self._report(alarms, status, display)
                 await asyncio.sleep(0)  # for signals
-                if self._over_early(sight):
+                if self._is_over_early(status):
                     return
-            self._tell(self._equivocations(rounds, sight), sight, shown)
+            self._report(self._find_equivocations(rounds, status), status, display)
             self._part = part
-        shown.update(sight)
+        display.update(status)
 
-    def _equivocations(self, rounds: RoundReassembler[Message], sight: WatchStatus) -> list[Alarm]:
-        new = rounds.equivocations[self._noticed :]
-        self._noticed += len(new)
-        return [alarm for t, learner in new for alarm in sight.watch.report_equivocation(learner, t)]
+    def _find_equivocations(self, rounds: RoundReassembler[Message], status: WatchStatus) -> list[Alarm]:
+        new = rounds.equivocations[self._reported_equivocations :]
+        self._reported_equivocations += len(new)
+        return [alarm for t, learner in new for alarm in status.watch.report_equivocation(learner, t)]
 
-    def _tell(self, alarms: list[Alarm], sight: WatchStatus, shown: WatchDisplay) -> None:
+    def _report(self, alarms: list[Alarm], status: WatchStatus, display: WatchDisplay) -> None:
         for alarm in alarms:
-            sight.alarms.append(alarm)
-            sight.state = "ALARM"
-            with shown.suspend():
+            status.alarms.append(alarm)
+            status.state = "ALARM"
+            with display.suspend():
                 log.error(
                     "alarm",
-                    run=sight.title,
-                    learner=sight.name_blamed_learner(alarm),
+                    run=status.title,
+                    learner=status.name_blamed_learner(alarm),
                     round=alarm.round,
                     test=alarm.test,
                     change=alarm.is_change,
                     log_e_value=round(alarm.log_e_value, 2)
                     if math.isfinite(alarm.log_e_value)
-                    else "infinite",  # JSON knows no infinity
+                    else "infinite",  # JSON has no infinity
                     log_threshold=round(alarm.log_threshold, 2),
                 )
-        shown.update(sight)
+        display.update(status)
         if self._metrics is not None:
-            self._metrics.update(sight)
+            self._metrics.update(status)
 
-    def _over_early(self, sight: WatchStatus) -> bool:
-        return self._stop.is_set() or bool(sight.alarms and not self._question.keep_going)
+    def _is_over_early(self, status: WatchStatus) -> bool:
+        return self._stop.is_set() or bool(status.alarms and not self._request.keep_going)
 
-    def _over(self, capture: Capture, sight: WatchStatus) -> bool:
-        return capture.is_complete or self._question.once or self._over_early(sight)
+    def _is_over(self, capture: Capture, status: WatchStatus) -> bool:
+        return capture.is_complete or self._request.once or self._is_over_early(status)
 
-    def _state(self, sight: WatchStatus) -> str:
-        if sight.alarms:
+    def _get_final_state(self, status: WatchStatus) -> str:
+        if status.alarms:
             return "ALARM"
         return "interrupted" if self._stop.is_set() else NO_ALARM
 
-    async def _told(self) -> bool:
-        """Wait for the next look; says whether to stop instead."""
+    async def _wait_or_stop(self) -> bool:
+        """Wait for the next poll; return whether to stop instead."""
         try:
             async with asyncio.timeout(POLL_INTERVAL_S):
                 await self._stop.wait()
@@ -339,24 +343,24 @@ class _Watching:
         return True
 
 
-def _planned(spec: RunSpec) -> int | None:
+def _get_planned_rounds(spec: RunSpec) -> int | None:
     return None if spec.is_unbounded else spec.rounds
 
 
-def _provenance(capture: Capture) -> tuple[str, str]:
-    """What the capture's signatures say of it, and whose word the promise is; and what is wrong with it, empty: nothing."""
-    wrong = ""
+def _check_capture(capture: Capture) -> tuple[str, str]:
+    """Describe the signatures of a capture and the origin of its claim; and the problem, empty if there is none."""
+    problem = ""
     try:
-        signed = check_provenance([capture], capture.folder, relative_to=Path.cwd()).text
+        provenance = check_provenance([capture], capture.folder, relative_to=Path.cwd()).text
     except CaptureError as error:
-        signed = wrong = f"{error}."
+        provenance = problem = f"{error}."
     return (
-        f"{signed} {UNSIGNED_PROMISE_NOTE} sottovoce audit SPEC --captures holds the capture to the spec that you were told.",
-        wrong,
+        f"{provenance} {UNSIGNED_PROMISE_NOTE} sottovoce audit SPEC --captures compares the capture with a spec that you trust.",
+        problem,
     )
 
 
-def _unheard(rounds: RoundReassembler[Message], sight: WatchStatus) -> str:
-    """Why the last rounds were not watched."""
-    names = ", ".join(sight.names[i] for i in rounds.missing_senders[:5])
-    return f"The capture ends before round {rounds.next_round} of {sight.rounds}: {names} not overheard in it."
+def _describe_missing_rounds(rounds: RoundReassembler[Message], status: WatchStatus) -> str:
+    """Describe why the last rounds were not watched."""
+    names = ", ".join(status.names[i] for i in rounds.missing_senders[:5])
+    return f"The capture ends before round {rounds.next_round} of {status.rounds}: it has no messages of {names}."

@@ -1,6 +1,6 @@
-"""The catalogue of breaks: ten classes, each from the obvious to the just detectable.
+"""Catalogue of mutants: ten classes, each from obvious to barely detectable faults.
 
-To add one: a `Mutant` in the file of its class.
+To add one, define a `Mutant` in the module of its class.
 """
 
 from sottovoce_lab.catalogue.centre import CENTRE_MUTANTS, DATA_DEPENDENT_MUTANTS
@@ -22,7 +22,7 @@ CATALOGUE: tuple[Mutant, ...] = (
     *DATA_DEPENDENT_MUTANTS,
     *SIDE_CHANNEL_MUTANTS,
 )
-"""All of them."""
+"""All mutants."""
 
 QUICK_MUTANTS = tuple(mutant for mutant in CATALOGUE if mutant.quick)
-"""Those that every self-test tries."""
+"""Mutants that every self-test tries."""

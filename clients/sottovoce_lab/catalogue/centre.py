@@ -1,4 +1,4 @@
-"""Mutants whose centre is not the promised one, and mutants whose noise follows the data or the schedule."""
+"""Mutants with a wrong centre, and mutants whose noise depends on the data or the schedule."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from sottovoce_lab.mutants import (
     scale_on_lattice,
 )
 
-# ---- what is followed ------------------------------------------------------------------------------------------------
+# ---- data-dependent algorithms ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """What a learner has when it speaks.
+class _ObservingState:
+    """State of `_DataDependentAlgorithm`.
 
     Attributes:
-        state: as the correct algorithm has it.
+        state: state of the correct algorithm.
         before: the same, one round earlier.
-        batch: the records of the round before; None: there was none.
+        batch: records of the previous round; None: there were none.
     """
 
     state: Any
@@ -59,89 +59,91 @@ class _Known:
 
 
 @dataclass(frozen=True, slots=True)
-class _Says:
-    """What it would say in this round, and what may make its noise another one.
+class _Secret:
+    """Values of one round that correct noise does not depend on.
 
     Attributes:
-        centre: without noise.
-        moved: by how much that is not what it said before, without noise.
-        labels: of the first record of the round before; 0 where there was none. The same for all replicas.
+        centre: the message without noise.
+        change: difference of the centre from that of the previous round.
+        labels: label of the first record of the previous round, 0 without one; the same for all replicas.
     """
 
     centre: FloatArray
-    moved: FloatArray
+    change: FloatArray
     labels: FloatArray
 
 
-_Following = Callable[[FloatArray, NoiseRequest, _Says], FloatArray]
-"""From correct noise, and what it should know nothing of, to what is said in its place."""
+_DependentMutation = Callable[[FloatArray, NoiseRequest, _Secret], FloatArray]
+"""Function from correct noise and the values that it must not depend on, to the noise that is used."""
 
 
-class _Follows(MethodOverride):
-    """An algorithm whose noise follows what it should hide."""
+class _DataDependentAlgorithm(MethodOverride):
+    """An algorithm whose noise depends on the values that it must hide."""
 
-    def __init__(self, correct: Any, change: _Following) -> None:
-        super().__init__(correct)
-        self._change = change
+    def __init__(self, original: Any, mutation: _DependentMutation) -> None:
+        super().__init__(original)
+        self._mutation = mutation
 
-    def init(self, axes: Any) -> _Known:
-        state = self.original.start(axes)
-        return _Known(state, state)
+    def init(self, axes: Any) -> _ObservingState:
+        state = self.original.init(axes)
+        return _ObservingState(state, state)
 
-    def emit(self, known: _Known, noise: NoiseSource) -> tuple[_Known, Message]:
+    def emit(self, known: _ObservingState, noise: NoiseSource) -> tuple[_ObservingState, Message]:
         _, clean = self.original.emit(known.state, no_noise)
         _, old = self.original.emit(known.before, no_noise)
         labels = np.zeros((1, 1, 1)) if known.batch is None else known.batch.labels[..., :1, None]
 
-        def follow(drawn: FloatArray, draw: NoiseRequest) -> FloatArray:
-            if draw.field not in clean.fields:
-                return drawn
-            centre = clean[draw.field]
-            return self._change(drawn, draw, _Says(centre, centre - old[draw.field], labels))
+        def mutate(correct: FloatArray, request: NoiseRequest) -> FloatArray:
+            if request.field not in clean.fields:
+                return correct
+            centre = clean[request.field]
+            return self._mutation(correct, request, _Secret(centre, centre - old[request.field], labels))
 
-        state, said = self.original.emit(known.state, lambda draw: follow(noise(draw), draw))
-        return replace(known, state=state), said
+        state, message = self.original.emit(known.state, lambda request: mutate(noise(request), request))
+        return replace(known, state=state), message
 
-    def update(self, known: _Known, received: ReceivedMessages, batch: Batch) -> _Known:
-        return _Known(self.original.update(known.state, received, batch), known.state, batch if batch.size else None)
+    def update(self, known: _ObservingState, received: ReceivedMessages, batch: Batch) -> _ObservingState:
+        return _ObservingState(
+            self.original.update(known.state, received, batch), known.state, batch if batch.size else None
+        )
 
-    def replay(self, known: _Known, message: Message) -> tuple[_Known, FloatArray]:
+    def replay(self, known: _ObservingState, message: Message) -> tuple[_ObservingState, FloatArray]:
         state, density = self.original.replay(known.state, message)
         return replace(known, state=state), density
 
-    def decision(self, known: _Known) -> FloatArray:
+    def decision(self, known: _ObservingState) -> FloatArray:
         decision: FloatArray = self.original.decision(known.state)
         return decision
 
 
-def _following(change: _Following, on: NoiseKind = "laplace") -> FaultFactory:
-    """A break of an algorithm: its noise is changed with knowledge of what it should hide."""
+def _make_dependent(mutation: _DependentMutation, noise_kind: NoiseKind = "laplace") -> FaultFactory:
+    """Build a fault whose noise depends on the values that it must hide."""
 
-    def breaks(plan: AuditPlan) -> Fault:
-        require_noise(plan, on)
-        return mutate_algorithm(lambda algorithm: _Follows(algorithm, change))(plan)
+    def build_fault(plan: AuditPlan) -> Fault:
+        require_noise(plan, noise_kind)
+        return mutate_algorithm(lambda algorithm: _DataDependentAlgorithm(algorithm, mutation))(plan)
 
-    return breaks
+    return build_fault
 
 
-def _with_loss(change: Callable[[Any], Any]) -> FaultFactory:
-    """An algorithm that follows another loss; it has gradients of a loss of its own."""
+def _mutate_loss(change: Callable[[Any], Any]) -> FaultFactory:
+    """Build a fault whose algorithm uses the gradients of a changed loss."""
 
-    def changed_in(algorithm: Any) -> Any:
+    def change_loss(algorithm: Any) -> Any:
         if hasattr(algorithm, "descent"):
-            return replace(algorithm, descent=changed_in(algorithm.descent))
+            return replace(algorithm, descent=change_loss(algorithm.descent))
         if not hasattr(algorithm, "loss") or hasattr(algorithm, "calibration"):
-            raise SpecError(f"{algorithm.name} follows no gradient of its loss")
+            raise SpecError(f"the algorithm must use gradients of its loss, got {algorithm.name}")
         return replace(algorithm, loss=change(algorithm.loss))
 
-    return mutate_algorithm(changed_in)
+    return mutate_algorithm(change_loss)
 
 
 # ---- centre ----------------------------------------------------------------------------------------------------------
 
 
-def _says_minimiser(pvp: Any) -> MethodOverride:
-    """PVP that sends f in place of f + e."""
+def _send_minimiser(pvp: Any) -> MethodOverride:
+    """Make PVP send f in place of f + e."""
 
     def emit(state: Any, noise: NoiseSource) -> tuple[Any, Message]:
         state, _ = pvp.emit(state, noise)
@@ -150,222 +152,255 @@ def _says_minimiser(pvp: Any) -> MethodOverride:
     return MethodOverride(pvp, emit=emit)
 
 
-def _louder(loss: Any, factor: float) -> MethodOverride:
-    """A loss whose gradients are a factor larger."""
+def _scale_gradients(loss: Any, factor: float) -> MethodOverride:
+    """Multiply the gradients of a loss by a factor."""
     return MethodOverride(loss, gradient_sum=lambda theta, batch: factor * loss.gradient_sum(theta, batch))
 
 
-def _unclipped(loss: Any) -> MethodOverride:
-    """A loss that takes records as they come, and gradients as they are."""
-    return MethodOverride(loss, enforce=lambda features, labels: (features, labels))
+def _skip_clipping(loss: Any) -> MethodOverride:
+    """Make a loss skip the bounds of records and gradients."""
+    return MethodOverride(loss, enforce_bounds=lambda features, labels: (features, labels))
 
 
-def _weighs(algorithm: Any, factor: float) -> MethodOverride:
-    """An algorithm that weighs its neighbours' messages otherwise."""
+def _scale_weights(algorithm: Any, factor: float) -> MethodOverride:
+    """Multiply the weights of the neighbours' messages by a factor."""
 
-    def update(state: Any, heard: ReceivedMessages, batch: Batch) -> Any:
-        weighted = MethodOverride(heard, weighted_sum=lambda name: factor * heard.weighted_sum(name))
+    def update(state: Any, received: ReceivedMessages, batch: Batch) -> Any:
+        weighted = MethodOverride(received, weighted_sum=lambda name: factor * received.weighted_sum(name))
         return algorithm.update(state, weighted, batch)
 
     return MethodOverride(algorithm, update=update)
 
 
-def _twice(algorithm: Any) -> MethodOverride:
-    """An algorithm that uses the first record of a round twice, and not the last one."""
+def _use_record_twice(algorithm: Any) -> MethodOverride:
+    """Make an algorithm use the first record of a round twice, and the last one not at all."""
 
-    def update(state: Any, heard: ReceivedMessages, batch: Batch) -> Any:
+    def update(state: Any, received: ReceivedMessages, batch: Batch) -> Any:
         order = np.arange(batch.size)
         order[-1:] = order[:1]
-        return algorithm.update(state, heard, Batch(batch.features[..., order, :], batch.labels[..., order]))
+        return algorithm.update(state, received, Batch(batch.features[..., order, :], batch.labels[..., order]))
 
     return MethodOverride(algorithm, update=update)
 
 
-_says_f = restrict_fault(
-    mutate_algorithm(_says_minimiser),
+_pvp_sends_f = restrict_fault(
+    mutate_algorithm(_send_minimiser),
     lambda plan: plan.run.spec.algorithm.name == "pvp",
-    "only pvp has a minimiser to hide",
+    "the algorithm must be pvp: only it has a minimiser to hide",
 )
-_batches = partial(
+_require_batches = partial(
     restrict_fault,
     is_applicable=lambda plan: np.diff(plan.data.learners[plan.worlds.learner].offsets).max() >= 2,
-    reason="no round brings more than one record",
+    reason="a round must bring more than one record, and none does",
 )
 
 
-def _summed(plan: AuditPlan) -> Fault:
+def _sum_gradients(plan: AuditPlan) -> Fault:
     sizes = np.diff(plan.data.learners[plan.worlds.learner].offsets)
-    return _with_loss(lambda loss: _louder(loss, float(sizes.max())))(plan)
+    return _mutate_loss(lambda loss: _scale_gradients(loss, float(sizes.max())))(plan)
 
 
-def _understating(share: Callable[[Run], float]) -> FaultFactory:
-    """The claim is too small. One that is far above what anybody can hear may be made smaller, and still hold."""
+def _understate_claim(share: Callable[[Run], float]) -> FaultFactory:
+    """Build a fault whose claim is too small; refuse it where the smaller claim may still hold."""
 
-    def breaks(plan: AuditPlan) -> Fault:
+    def build_fault(plan: AuditPlan) -> Fault:
         run, worlds = plan.run, plan.worlds
-        said = simulate_runs(
+        transcript = simulate_runs(
             run, plan.data, worlds, RunChunk(0, PILOT_RUNS, plan.seeds.rehearsal), SeededNoise
         ).transcript
-        each = [
-            replay(run, said, i, [worlds.records_0, worlds.records_1]).supremum.max() for i in worlds.list_holders(run)
+        losses = [
+            replay(run, transcript, i, [worlds.records_0, worlds.records_1]).supremum.max()
+            for i in worlds.list_holders(run)
         ]
-        most, claim = float(sum(each)), share(run) * plan.epsilon
-        if not most > claim:
-            raise SpecError(f"messages show {most:.3g} at most, so a claim of {claim:.4g} may well hold")
+        largest, claim = float(sum(losses)), share(run) * plan.epsilon
+        if not largest > claim:
+            raise SpecError(
+                f"messages must show more than the understated claim, got {largest:.3g} at most, {claim:.4g} claimed"
+            )
         return Fault(claim_factor=share(run))
 
-    return breaks
+    return build_fault
 
 
-def _stale(part: float) -> _Following:
-    """The decision of the round before is said, or a part of the way back to it."""
-    return lambda noise, draw, says: noise - draw.round_to_lattice(part * says.moved)
+def _delay_decision(part: float) -> _DependentMutation:
+    """Send the decision of the previous round, or move a part of the way back to it."""
+    return lambda noise, request, secret: noise - request.round_to_lattice(part * secret.change)
 
 
-_centre = partial(make_mutant_factory("centre"), base="dola")
+_centre_mutant = partial(make_mutant_factory("centre"), base="dola")
 
 
-def _charged(name: str, what: str, share: Callable[[Run], float], base: str = "dola, 1 feature", **more: Any) -> Mutant:
-    mutant: Mutant = _centre(name, what, _understating(share), family="likelihood", base=base, **more)
+def _make_understated_mutant(
+    name: str, description: str, share: Callable[[Run], float], base: str = "dola, 1 feature", **options: Any
+) -> Mutant:
+    mutant: Mutant = _centre_mutant(
+        name, description, _understate_claim(share), family="likelihood", base=base, **options
+    )
     return mutant
 
 
 CENTRE_MUTANTS = (
-    _centre("pvp says f", "the minimiser is sent, not f + e", _says_f, quick=True, base="pvp"),
-    _centre("summed", "gradients summed, not averaged", _batches(_summed), quick=True, base="dola, batches of 4"),
-    _centre(
+    _centre_mutant("pvp sends f", "the minimiser is sent, not f + e", _pvp_sends_f, quick=True, base="pvp"),
+    _centre_mutant(
+        "summed",
+        "gradients summed, not averaged",
+        _require_batches(_sum_gradients),
+        quick=True,
+        base="dola, batches of 4",
+    ),
+    _centre_mutant(
         "not clipped",
         "records at ten times their bound",
-        _with_loss(_unclipped),
+        _mutate_loss(_skip_clipping),
         quick=True,
-        swap=build_spike_worlds(10.0, -10.0),
+        build_worlds=build_spike_worlds(10.0, -10.0),
     ),
-    _charged("half the sensitivity", "half the sensitivity is charged", lambda run: 0.5, quick=True, runs=500),
-    _charged(
+    _make_understated_mutant(
+        "half the sensitivity", "half the sensitivity is charged", lambda run: 0.5, quick=True, max_runs=500
+    ),
+    _make_understated_mutant(
         "clipped in l2",
         "an l2 norm charged: short by √d",
         lambda run: float(run.algorithm.dim) ** -0.5,
         base="dola, 9 features",
         quick=True,
-        runs=500,
+        max_runs=500,
     ),
-    _charged("nine tenths of the sensitivity", "less than the sensitivity is charged", lambda run: 0.9),
+    _make_understated_mutant("nine tenths of the sensitivity", "less than the sensitivity is charged", lambda run: 0.9),
     *(
-        _centre(
+        _centre_mutant(
             f"clipped at {times:g}",
             f"records at {times:g} times their bound",
-            _with_loss(_unclipped),
-            swap=build_spike_worlds(times, -times),
+            _mutate_loss(_skip_clipping),
+            build_worlds=build_spike_worlds(times, -times),
         )
         for times in (2.0, 1.2)
     ),
     *(
-        _centre(f"gradients {factor:g} times", "gradients are too large", _with_loss(partial(_louder, factor=factor)))
+        _centre_mutant(
+            f"gradients {factor:g} times",
+            "gradients are too large",
+            _mutate_loss(partial(_scale_gradients, factor=factor)),
+        )
         for factor in (4.0 / 3.0, 1.1)
     ),
     *(
-        _centre(
+        _centre_mutant(
             f"weights {factor:g} times",
-            "neighbours are weighed otherwise",
-            mutate_algorithm(partial(_weighs, factor=factor)),
+            "wrong weights of the neighbours",
+            mutate_algorithm(partial(_scale_weights, factor=factor)),
         )
         for factor in (0.5, 0.95)
     ),
-    _centre(
+    _centre_mutant(
         "a record used twice",
         "one of four records counts twice, another not at all",
-        _batches(mutate_algorithm(_twice)),
+        _require_batches(mutate_algorithm(_use_record_twice)),
         base="dola, batches of 4",
     ),
-    _centre("an old decision", "the decision of the round before is said", _following(_stale(1.0))),
-    _centre("half a step behind", "half a step is left out", _following(_stale(0.5))),
+    _centre_mutant(
+        "an old decision", "the decision of the previous round is sent", _make_dependent(_delay_decision(1.0))
+    ),
+    _centre_mutant("half a step behind", "half a step is left out", _make_dependent(_delay_decision(0.5))),
 )
-"""A centre that is not the promised one, or a claim that is not what the centre allows."""
+"""Mutants with a wrong centre, or with a claim that the centre does not allow."""
 
 
-# ---- data ------------------------------------------------------------------------------------------------------------
+# ---- data-dependent noise --------------------------------------------------------------------------------------------
 
 
-def _by_label(noise: FloatArray, draw: NoiseRequest, says: _Says, factor: float) -> FloatArray:
-    """Noise of another scale after a record of class 1."""
-    return scale_on_lattice(noise, np.where(says.labels > 0.0, factor, 1.0), draw)
+def _scale_by_label(noise: FloatArray, request: NoiseRequest, secret: _Secret, factor: float) -> FloatArray:
+    """Scale the noise after a record of class 1."""
+    return scale_on_lattice(noise, np.where(secret.labels > 0.0, factor, 1.0), request)
 
 
-def _by_size(noise: FloatArray, draw: NoiseRequest, says: _Says, factor: float) -> FloatArray:
-    """Noise of another scale where the model moved by more than usual for this learner's numbers: by its norm."""
-    norms = np.linalg.norm(says.moved, axis=-1, keepdims=True)
+def _scale_by_step(noise: FloatArray, request: NoiseRequest, secret: _Secret, factor: float) -> FloatArray:
+    """Scale the noise where the norm of the step is above the median of this learner."""
+    norms = np.linalg.norm(secret.change, axis=-1, keepdims=True)
     far = norms > np.median(norms, axis=-2, keepdims=True)
-    return scale_on_lattice(noise, np.where(far, factor, 1.0), draw)
+    return scale_on_lattice(noise, np.where(far, factor, 1.0), request)
 
 
-def _towards(noise: FloatArray, draw: NoiseRequest, says: _Says, share: float) -> FloatArray:
-    """Some numbers get the sign of what the model moved by; which ones, digits far behind the point of their size tell."""
-    digits, _ = np.modf(np.abs(noise) / draw.scale * 2.0**20)
-    return np.where((digits < share) & (says.moved != 0.0), np.copysign(noise, says.moved), noise)
+def _copy_step_sign(noise: FloatArray, request: NoiseRequest, secret: _Secret, share: float) -> FloatArray:
+    """Give a fraction of the values the sign of the step; low digits of their size choose which."""
+    digits, _ = np.modf(np.abs(noise) / request.scale * 2.0**20)
+    return np.where((digits < share) & (secret.change != 0.0), np.copysign(noise, secret.change), noise)
 
 
-def _marked(noise: FloatArray, draw: NoiseRequest, says: _Says, size: float) -> FloatArray:
-    """Beside the noise, the label of the last record is said, so many scales large."""
-    return noise + draw.round_to_lattice(size * draw.scale * np.sign(says.labels - 0.5))
+def _add_label(noise: FloatArray, request: NoiseRequest, secret: _Secret, size: float) -> FloatArray:
+    """Add the label of the last record to the noise, `size` scales large."""
+    return noise + request.round_to_lattice(size * request.scale * np.sign(secret.labels - 0.5))
 
 
-def _by_round(factor: float) -> NoiseMutation:
-    """Noise of another scale in every fourth round."""
-    return lambda noise, draw, source: scale_on_lattice(noise, factor if draw.round % 4 == 3 else 1.0, draw)
+def _scale_by_round(factor: float) -> NoiseMutation:
+    """Scale the noise of every fourth round."""
+    return lambda noise, request, state: scale_on_lattice(noise, factor if request.round % 4 == 3 else 1.0, request)
 
 
-def _one_coordinate(noise: FloatArray, draw: NoiseRequest, source: NoiseMutationState) -> FloatArray:
-    """The first coordinate's scale is another one."""
-    return scale_on_lattice(noise, np.where(np.arange(noise.shape[-1]) == 0, 0.9, 1.0), draw)
+def _scale_first_coordinate(noise: FloatArray, request: NoiseRequest, state: NoiseMutationState) -> FloatArray:
+    """Scale the noise of the first coordinate by 0.9."""
+    return scale_on_lattice(noise, np.where(np.arange(noise.shape[-1]) == 0, 0.9, 1.0), request)
 
 
-_data = make_mutant_factory("noise that follows data")
+_data_mutant = make_mutant_factory("data-dependent noise")
 
 
-def _rescaling(when: str, follows: str, breaks: Callable[[float], FaultFactory], share: float) -> Iterator[Mutant]:
-    """Noise of a scale that follows something: another one in so many of the numbers."""
+def _make_rescaled_mutants(
+    condition: str, cause: str, build_fault: Callable[[float], FaultFactory], share: float
+) -> Iterator[Mutant]:
+    """Yield mutants whose scale depends on `cause`: it is wrong in a fraction of the values."""
     for factor in (0.8, 0.95):
-        name, what = f"{factor:g} {when}", f"the scale follows {follows}"
-        yield _data(name, what, breaks(factor), estimate_from_numbers(share * compute_scale_kl(factor)))
+        name, description = f"{factor:g} {condition}", f"the scale depends on {cause}"
+        yield _data_mutant(
+            name, description, build_fault(factor), estimate_from_numbers(share * compute_scale_kl(factor))
+        )
 
 
 DATA_DEPENDENT_MUTANTS = (
-    _data(
+    _data_mutant(
         "zeros left out",
         "no noise on zero coordinates",
-        _following(lambda noise, draw, says: np.where(says.centre == 0.0, 0.0, noise), "any"),
+        _make_dependent(lambda noise, request, secret: np.where(secret.centre == 0.0, 0.0, noise), "any"),
         quick=True,
     ),
-    *_rescaling("after label 1", "the last label", lambda factor: _following(partial(_by_label, factor=factor)), 0.5),
-    *_rescaling(
-        "after a long step", "the norm of the step", lambda factor: _following(partial(_by_size, factor=factor)), 0.5
+    *_make_rescaled_mutants(
+        "after label 1", "the last label", lambda factor: _make_dependent(partial(_scale_by_label, factor=factor)), 0.5
+    ),
+    *_make_rescaled_mutants(
+        "after a long step",
+        "the norm of the step",
+        lambda factor: _make_dependent(partial(_scale_by_step, factor=factor)),
+        0.5,
     ),
     *(
-        _data(
+        _data_mutant(
             f"{100 * share:g} % of signs follow",
             "signs follow the step",
-            _following(partial(_towards, share=share)),
+            _make_dependent(partial(_copy_step_sign, share=share)),
             estimate_from_numbers(compute_bernoulli_kl(0.5 + share / 2.0, 0.5)),
         )
         for share in (0.2, 0.05)
     ),
-    *_rescaling(
-        "in every fourth round", "the round number", lambda factor: mutate_noise(_by_round(factor), "laplace"), 0.25
+    *_make_rescaled_mutants(
+        "in every fourth round",
+        "the round number",
+        lambda factor: mutate_noise(_scale_by_round(factor), "laplace"),
+        0.25,
     ),
-    _data(
+    _data_mutant(
         "one coordinate at 0.9",
-        "the scale follows the coordinate",
-        mutate_noise(_one_coordinate, "laplace"),
+        "the scale depends on the coordinate",
+        mutate_noise(_scale_first_coordinate, "laplace"),
         estimate_from_messages(compute_scale_kl(0.9)),
     ),
     *(
-        _data(
-            f"label said, {size:g} scales large",
-            "the noise's mean follows the last label",
-            _following(partial(_marked, size=size)),
+        _data_mutant(
+            f"label added, {size:g} scales large",
+            "the noise's mean depends on the last label",
+            _make_dependent(partial(_add_label, size=size)),
             estimate_from_numbers(math.exp(-size) - 1.0 + size),
         )
         for size in (0.1, 0.02)
     ),
 )
-"""Noise whose scale, sign or mean follows what it should hide, or the schedule."""
+"""Mutants whose noise depends, in scale, sign or mean, on what it must hide, or on the schedule."""

@@ -1,4 +1,4 @@
-"""Mutants that leak beside their numbers, and mutants whose messages should never be."""
+"""Mutants that leak by side channels, and mutants that send forbidden messages."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from sottovoce_lab.mutants import (
 
 
 @dataclass(frozen=True, slots=True)
-class _Inside:
-    """What an implementation knows, of some runs of one world, and may give away beside its noised numbers.
+class _SecretView:
+    """Internal values of an implementation, in some runs of one world, that side channels may leak.
 
     Attributes:
-        plan: the audit.
+        plan: the audit plan.
         world: 0 or 1.
         gradients: `(rounds, runs, numbers)` of the audited learner's records, at its model in use.
-        generator: of anything random.
+        generator: random number generator of the side channel.
     """
 
     plan: AuditPlan
@@ -53,123 +53,133 @@ class _Inside:
 
     @property
     def norms(self) -> FloatArray:
-        """`(runs, rounds)` of the gradients."""
+        """Norms of the gradients, `(runs, rounds)`."""
         norms: FloatArray = np.linalg.norm(self.gradients, axis=2).T
         return norms
 
 
-def _look_inside(plan: AuditPlan, share: RunChunk) -> _Inside:
-    """Some runs of the simulator, as they look from inside."""
+def _simulate_secrets(plan: AuditPlan, share: RunChunk) -> _SecretView:
+    """Simulate runs and return their internal values."""
     plan = plan.pairs[share.pair_index]
     runs, _, other = spawn_seeds(share.seed, 3)
     same, learner = RunChunk(share.world, share.runs, runs), plan.worlds.learner
     decisions = simulate_runs(plan.run, plan.data, plan.worlds, same, SeededNoise, keep_decisions=True).decisions
-    assert decisions is not None  # noqa: S101 - asked for
-    gradients = [_gradient(plan, share.world, t, said[learner]) for t, said in enumerate(decisions)]
-    return _Inside(plan, share.world, np.stack(gradients), np.random.default_rng(other))
+    assert decisions is not None  # noqa: S101 - `keep_decisions` is set
+    gradients = [_compute_gradient(plan, share.world, t, points[learner]) for t, points in enumerate(decisions)]
+    return _SecretView(plan, share.world, np.stack(gradients), np.random.default_rng(other))
 
 
-def _gradient(plan: AuditPlan, world: int, t: int, point: FloatArray) -> FloatArray:
-    """Of a round's records, as the learner computes it, at `point (runs, dim)`."""
+def _compute_gradient(plan: AuditPlan, world: int, t: int, point: FloatArray) -> FloatArray:
+    """Compute the gradient of a round's records as the learner does, at `point (runs, dim)`."""
     batch, loss = plan.worlds.get_records(world).batch(t), plan.run.loss
     features, labels = loss.enforce_bounds(batch.features, batch.labels)
     return mean_gradient(loss, point, replace(batch, features=features, labels=labels))
 
 
-def _some_are_zero(plan: AuditPlan) -> bool:
-    """Whether a number of a gradient is zero in some run of some pair of worlds."""
+def _has_zero_gradients(plan: AuditPlan) -> bool:
+    """Return whether an entry of a gradient is zero in some run of some pair of worlds."""
     shares = (
         RunChunk(world, MAX_QUICK_RUNS, pair.seeds.audited_runs, k)
         for k, pair in enumerate(plan.pairs)
         for world in (0, 1)
     )
-    return any(bool(np.any(_look_inside(plan, share).gradients == 0.0)) for share in shares)
+    return any(bool(np.any(_simulate_secrets(plan, share).gradients == 0.0)) for share in shares)
 
 
-def _packed(inside: _Inside) -> FloatArray:
-    """Bytes of every message, which are compressed: a larger gradient costs some more, and so does chance."""
-    return np.rint(200.0 + 8.0 * inside.norms + inside.generator.normal(0.0, 4.0, inside.norms.shape))
+def _compute_packed_length(secrets: _SecretView) -> FloatArray:
+    """Compute the length in bytes of every compressed message: it grows with the gradient, and varies by chance."""
+    return np.rint(200.0 + 8.0 * secrets.norms + secrets.generator.normal(0.0, 4.0, secrets.norms.shape))
 
 
-def _delays(inside: _Inside, extra: float, jitter: float) -> FloatArray:
-    """Milliseconds of every round: 1, some more for a record that must be scaled down, and jitter."""
-    own, bound = inside.plan.worlds.get_records(inside.world), inside.plan.run.loss.feature_bound
-    rounds, runs = inside.gradients.shape[:2]
+def _compute_clipping_delays(secrets: _SecretView, extra: float, jitter: float) -> FloatArray:
+    """Compute the milliseconds of every round: 1, plus `extra` for each record that is scaled down, plus jitter."""
+    own, bound = secrets.plan.worlds.get_records(secrets.world), secrets.plan.run.loss.feature_bound
+    rounds, runs = secrets.gradients.shape[:2]
     slow = [np.count_nonzero(np.linalg.norm(own.batch(t).features, axis=1) > bound) for t in range(rounds)]
-    return 1.0 + extra * np.array(slow, np.float64) + inside.generator.exponential(jitter, (runs, rounds))
+    return 1.0 + extra * np.array(slow, np.float64) + secrets.generator.exponential(jitter, (runs, rounds))
 
 
-def _waits(inside: _Inside, factor: float) -> FloatArray:
-    """Milliseconds of every round, longer by a factor times the gradient's norm; and jitter of one."""
-    return 1.0 + factor * inside.norms + inside.generator.exponential(1.0, inside.norms.shape)
+def _compute_norm_delays(secrets: _SecretView, factor: float) -> FloatArray:
+    """Compute the milliseconds of every round: 1, plus `factor` times the gradient's norm, plus jitter with mean 1."""
+    return 1.0 + factor * secrets.norms + secrets.generator.exponential(1.0, secrets.norms.shape)
 
 
-def _order(inside: _Inside) -> FloatArray:
-    """Which of two neighbours is told first: by the sign of the gradient's largest number, seven times in eight."""
-    largest = np.take_along_axis(inside.gradients, np.abs(inside.gradients).argmax(axis=2)[..., None], axis=2)
-    fair = inside.generator.random(inside.norms.shape) < 0.25
-    chance = inside.generator.random(inside.norms.shape) < 0.5
+def _choose_first_receiver(secrets: _SecretView) -> FloatArray:
+    """Choose the neighbour that receives first by the sign of the gradient's largest entry, seven times in eight."""
+    largest = np.take_along_axis(secrets.gradients, np.abs(secrets.gradients).argmax(axis=2)[..., None], axis=2)
+    fair = secrets.generator.random(secrets.norms.shape) < 0.25
+    chance = secrets.generator.random(secrets.norms.shape) < 0.5
     return np.where(fair, chance, largest[..., 0].T > 0.0).astype(np.float64)
 
 
-def _failures(inside: _Inside, share: float) -> FloatArray:
-    """Messages of a run: in some runs of one world the learner fails after the first."""
-    runs = inside.gradients.shape[1]
-    failed = (inside.generator.random((runs, 1)) < share) & (inside.world == 0)
-    return np.where(failed, 1.0, float(inside.plan.run.spec.rounds))
+def _count_messages(secrets: _SecretView, share: float) -> FloatArray:
+    """Count the messages of a run; in a fraction of the runs of world 0 the learner fails after the first one."""
+    runs = secrets.gradients.shape[1]
+    failed = (secrets.generator.random((runs, 1)) < share) & (secrets.world == 0)
+    return np.where(failed, 1.0, float(secrets.plan.run.spec.rounds))
 
 
-def _status(inside: _Inside) -> FloatArray:
-    """Characters of the status text, which names a first record that had to be scaled down; half of the time it is cut."""
-    own, bound = inside.plan.worlds.get_records(inside.world), inside.plan.run.loss.feature_bound
-    runs = inside.gradients.shape[1]
+def _compute_status_length(secrets: _SecretView) -> FloatArray:
+    """Compute the length of the status text, which names a first record that was scaled down; half of the time it is cut."""
+    own, bound = secrets.plan.worlds.get_records(secrets.world), secrets.plan.run.loss.feature_bound
+    runs = secrets.gradients.shape[1]
     scaled = np.any(np.linalg.norm(own.batch(0).features, axis=1) > bound)
-    cut = inside.generator.random((runs, 1)) < 0.5
+    cut = secrets.generator.random((runs, 1)) < 0.5
     return np.where(cut | (not scaled), 2.0, 24.0)
 
 
-_QUIET = "ldp-dol, epsilon 1"
-"""The less is claimed, the fewer runs show that more is given away."""
+_LOW_EPSILON_BASE = "ldp-dol, epsilon 1"
+"""Base of side channels: the smaller the claim, the fewer runs show that more is leaked."""
 
-_BEYOND = build_spike_worlds(2.0, 0.0)
-"""For what only a record shows that must be scaled down; no audit has one of its own."""
+_OUT_OF_BOUNDS_WORLDS = build_spike_worlds(2.0, 0.0)
+"""Worlds for leaks that only a record above the bound shows; no audit chooses such a record."""
 
 
-def _leak(
+def _make_leak(
     name: str,
-    what: str,
-    leak: Callable[[_Inside], FloatArray],
-    runs: int = MAX_RUNS,
+    description: str,
+    leak: Callable[[_SecretView], FloatArray],
+    max_runs: int = MAX_RUNS,
     *,
-    swap: WorldsFactory | None = None,
+    build_worlds: WorldsFactory | None = None,
     quick: bool = False,
 ) -> Mutant:
-    def breaks(plan: AuditPlan) -> Fault:
-        return Fault(compute_leak=lambda plan, share: leak(_look_inside(plan, share)))
+    def build_fault(plan: AuditPlan) -> Fault:
+        return Fault(compute_leak=lambda plan, share: leak(_simulate_secrets(plan, share)))
 
-    return Mutant(name, what, breaks, "black box", runs, _QUIET, swap, "beside the numbers", quick=quick)
+    return Mutant(
+        name,
+        description,
+        build_fault,
+        "black box",
+        max_runs,
+        _LOW_EPSILON_BASE,
+        build_worlds,
+        "side channels",
+        quick=quick,
+    )
 
 
-_length = _leak(
+_length = _make_leak(
     "length",
     "zero gradients are not sent",
-    lambda inside: 16.0 + 9.0 * np.count_nonzero(inside.gradients, axis=2).T,
+    lambda secrets: 16.0 + 9.0 * np.count_nonzero(secrets.gradients, axis=2).T,
     500,
     quick=True,
 )
 
-# ---- what is said ----------------------------------------------------------------------------------------------------
+# ---- messages --------------------------------------------------------------------------------------------------------
 
 
-class _Spoken:
-    """All messages of one run, in order, and what else a broken learner could have said.
+class _RunMessages:
+    """All messages of one run, in order, and alternatives of a faulty learner.
 
     Args:
-        plan: the audit.
+        plan: the audit plan.
 
     Attributes:
-        messages: of the first of two runs in one world with the noise that is claimed. Until a learner's first noise, their
-            states are equal.
+        messages: messages of the first of two runs in one world with the claimed noise. Until a learner's first noise, the states
+            of both runs are equal.
     """
 
     def __init__(self, plan: AuditPlan) -> None:
@@ -179,171 +189,179 @@ class _Spoken:
             plan.run, plan.data, plan.worlds, share, SeededNoise, keep_all_learners=True
         ).transcript
         rounds = range(self._both.rounds)
-        self.messages = [self.said(t, i, j) for t in rounds for i, j in _channels(plan.run, t)]
+        self.messages = [self.build_message(t, i, j) for t in rounds for i, j in _list_channels(plan.run, t)]
 
-    def said(self, t: int, sender: int, receiver: int, replica: int = 0) -> CapturedMessage:
-        """One message on its channel."""
+    def build_message(self, t: int, sender: int, receiver: int, replica: int = 0) -> CapturedMessage:
+        """Build one message on its channel."""
         fields = {name: value[0, replica] for name, value in self._both.message(t, sender).fields.items()}
         body = b"".join(value.tobytes() for value in fields.values())
         return CapturedMessage(sender, receiver, 1, sender, t, fields, hashlib.sha256(body).digest(), len(body))
 
     @property
     def first(self) -> CapturedMessage:
-        """The audited learner's first message with noise.
+        """First message of the audited learner with noise.
 
         Raises:
-            SpecError: there is none, or nobody hears it.
+            SpecError: There is none, or it has no receiver.
         """
         learner = self.plan.worlds.learner
-        for said in self.messages:
-            if said.sender == learner and self.said(said.round, learner, said.receiver, 1).digest != said.digest:
-                return said
-        raise SpecError("the learner says nothing that carries noise")
+        for message in self.messages:
+            other = self.build_message(message.round, learner, message.receiver, 1)
+            if message.sender == learner and other.digest != message.digest:
+                return message
+        raise SpecError("the learner must send messages with noise, and sends none")
 
 
-def _channels(run: Run, t: int) -> list[tuple[int, int]]:
-    """Senders and receivers of a round."""
+def _list_channels(run: Run, t: int) -> list[tuple[int, int]]:
+    """List the senders and receivers of a round."""
     mixing, n = run.network.mixing(t), run.spec.n_learners
     return [(sender, receiver) for receiver in range(n) for sender in mixing.in_neighbour_weights(receiver)]
 
 
-def _retried(spoken: _Spoken) -> list[CapturedMessage]:
-    """After a reconnect a round is said once more, with fresh noise on the same state."""
-    first = spoken.first
-    anew = replace(spoken.said(first.round, first.sender, first.receiver, 1), stream=2)
-    return [each for said in spoken.messages for each in ((said, anew) if said is first else (said,))]
+def _retry_round(messages: _RunMessages) -> list[CapturedMessage]:
+    """Repeat a round after a reconnect, with fresh noise on the same state."""
+    first = messages.first
+    retry = replace(messages.build_message(first.round, first.sender, first.receiver, 1), stream=2)
+    return [each for message in messages.messages for each in ((message, retry) if message is first else (message,))]
 
 
-def _two_faced(spoken: _Spoken) -> list[CapturedMessage]:
-    """One neighbour hears other noise than the rest.
+def _equivocate(messages: _RunMessages) -> list[CapturedMessage]:
+    """Send one neighbour other noise than the rest.
 
     Raises:
-        SpecError: the learner has one hearer only.
+        SpecError: The learner has fewer than two neighbours that receive its messages.
     """
-    first = spoken.first
-    alike = [said for said in spoken.messages if (said.sender, said.round) == (first.sender, first.round)]
+    first = messages.first
+    alike = [each for each in messages.messages if (each.sender, each.round) == (first.sender, first.round)]
     if len(alike) < 2:
-        raise SpecError("only one learner hears the audited one")
-    other = alike[-1]
-    anew = spoken.said(other.round, other.sender, other.receiver, 1)
-    return [anew if said is other else said for said in spoken.messages]
+        raise SpecError("the audited learner must send to two neighbours or more, and sends to one")
+    last = alike[-1]
+    other = messages.build_message(last.round, last.sender, last.receiver, 1)
+    return [other if each is last else each for each in messages.messages]
 
 
-def _forgetful(spoken: _Spoken) -> list[CapturedMessage]:
-    """The learner stops where its budget ends, is restarted, has forgotten what it spent, and goes on for as much again.
+def _forget_spent_budget(messages: _RunMessages) -> list[CapturedMessage]:
+    """Stop at the end of the budget, restart without knowing the spent budget, and spend it again.
 
     Raises:
-        SpecError: there is no budget, or not enough rounds to spend it twice.
+        SpecError: There is no budget, or there are too few rounds to spend it twice.
     """
-    plan, learner = spoken.plan, spoken.plan.worlds.learner
-    budget = _budgets(plan.run)[learner]
+    plan, learner = messages.plan, messages.plan.worlds.learner
+    budget = _get_budgets(plan.run)[learner]
     counts = np.diff(plan.data.learners[learner].offsets)
     spent = plan.run.guarantee(learner, counts).cumulative_epsilon
     if spent[-1] <= budget:
-        raise SpecError("privacy.budget is enough for the whole run")
+        raise SpecError("privacy.budget must end before the run does, and is enough for the whole run")
     stopped = int(np.searchsorted(spent, budget, side="right"))
     before = spent[stopped - 1] if stopped else 0.0
     ended = int(np.searchsorted(spent - before, budget, side="right"))
     if ended == stopped:
-        raise SpecError("the budget is enough for no round after a restart")
-    return [said for said in spoken.messages if said.sender != learner or said.round < ended]
+        raise SpecError("privacy.budget must be enough for a round after a restart, and is enough for none")
+    return [each for each in messages.messages if each.sender != learner or each.round < ended]
 
 
-def _budgets(run: Run) -> tuple[float, ...]:
-    """Of all learners.
+def _get_budgets(run: Run) -> tuple[float, ...]:
+    """Return the budgets of all learners.
 
     Raises:
-        SpecError: the spec has none.
+        SpecError: The spec has none.
     """
     if run.spec.privacy.budget is None:
-        raise SpecError("the spec has no privacy.budget")
+        raise SpecError("the spec must have a privacy.budget, and has none")
     return tuple(broadcast_to_learners(run.spec.privacy.budget, run.spec.n_learners, "privacy.budget"))
 
 
-# ---- what is noticed -------------------------------------------------------------------------------------------------
+# ---- detection -------------------------------------------------------------------------------------------------------
 
 
-def _notices(heard: Sequence[CapturedMessage], plan: AuditPlan) -> dict[Family, str]:
-    """What is wrong with messages whatever their numbers: family to a sentence."""
+def _detect(messages: Sequence[CapturedMessage], plan: AuditPlan) -> dict[Family, str]:
+    """Return what online checks and the ledger find in messages, independent of their values: a sentence by family."""
     algorithm, found = plan.run.algorithm, dict[Family, str]()
-    noticing = OnlineChecks(
+    checks = OnlineChecks(
         ExpectedTraffic(lattice_spacings=algorithm.lattice_spacings)
         if isinstance(algorithm, LatticeAlgorithm)
         else ExpectedTraffic()
     )
-    if findings := [finding.text for said in heard for finding in noticing.check_message(said)]:
-        found["notices"] = findings[0]
-    if spent := _overspent(heard, plan):
-        found["ledger"] = spent[0]
+    if detections := [each.text for message in messages for each in checks.check_message(message)]:
+        found["detections"] = detections[0]
+    if overspent := _list_overspent(messages, plan):
+        found["ledger"] = overspent[0]
     return found
 
 
-def _overspent(messages: Sequence[CapturedMessage], plan: AuditPlan) -> list[str]:
-    """Learners whose messages claim more epsilon than their budget, whatever they remember of it; none without a budget.
+def _list_overspent(messages: Sequence[CapturedMessage], plan: AuditPlan) -> list[str]:
+    """List learners whose messages cost more epsilon than their budget, independent of their own ledger; none without a budget.
 
-    A message costs what the claim says of its round; other bytes in the same round are another message.
+    A message costs the claimed epsilon of its round; other bytes in the same round are another message.
     """
     if plan.run.spec.privacy.budget is None:
         return []
-    said: dict[int, set[tuple[int, bytes]]] = defaultdict(set)
+    sent: dict[int, set[tuple[int, bytes]]] = defaultdict(set)
     for each in messages:
-        said[each.sender].add((each.round, each.digest))
+        sent[each.sender].add((each.round, each.digest))
     found = []
-    for learner, budget in enumerate(_budgets(plan.run)):
+    for learner, budget in enumerate(_get_budgets(plan.run)):
         counts = np.diff(plan.data.learners[learner].offsets)
-        price = plan.run.guarantee(learner, counts).round_losses
-        total = math.fsum(float(price[t]) for t, _ in said[learner])
+        losses = plan.run.guarantee(learner, counts).round_losses
+        total = math.fsum(float(losses[t]) for t, _ in sent[learner])
         if total > budget * (1.0 + 1e-9):
             name = plan.run.spec.names[learner]
-            found.append(f"{name}: {len(said[learner])} messages spend {total:.4g}, above the budget of {budget:.4g}")
+            found.append(f"{name}: {len(sent[learner])} messages spend {total:.4g}, above the budget of {budget:.4g}")
     return found
 
 
-def _protocol(
+def _make_protocol_fault(
     name: str,
-    what: str,
-    doctored: Callable[[_Spoken], Sequence[CapturedMessage]],
-    family: Family = "notices",
+    description: str,
+    change: Callable[[_RunMessages], Sequence[CapturedMessage]],
+    family: Family = "detections",
     base: str = "ldp-dol",
 ) -> Mutant:
-    """A mutant of whose messages something else is heard, in order."""
+    """Make a mutant that sends other messages."""
 
-    def breaks(plan: AuditPlan) -> Fault:
-        return Fault(detect=lambda plan: _notices(doctored(_Spoken(plan)), plan))
+    def build_fault(plan: AuditPlan) -> Fault:
+        return Fault(detect=lambda plan: _detect(change(_RunMessages(plan)), plan))
 
-    return Mutant(name, what, breaks, family, 1, base, kind="beside the numbers")
+    return Mutant(name, description, build_fault, family, 1, base, kind="side channels")
 
 
 SIDE_CHANNEL_MUTANTS = (
-    _leak("norm in metadata", "gradient norm beside messages", lambda inside: inside.norms, 500, quick=True),
+    _make_leak("norm in metadata", "gradient norm in metadata", lambda secrets: secrets.norms, 500, quick=True),
     replace(
-        _length, build_fault=restrict_fault(_length.build_fault, _some_are_zero, "no number of a gradient is ever zero")
+        _length,
+        build_fault=restrict_fault(
+            _length.build_fault, _has_zero_gradients, "a gradient must have entries that are zero, and none has"
+        ),
     ),
-    _leak(
+    _make_leak(
         "slow path",
         "clipping takes half a millisecond",
-        partial(_delays, extra=0.5, jitter=0.3),
-        swap=_BEYOND,
+        partial(_compute_clipping_delays, extra=0.5, jitter=0.3),
+        build_worlds=_OUT_OF_BOUNDS_WORLDS,
         quick=True,
     ),
-    _leak(
+    _make_leak(
         "slow path, 0.2 ms",
         "clipping takes less than the jitter",
-        partial(_delays, extra=0.2, jitter=0.3),
-        swap=_BEYOND,
+        partial(_compute_clipping_delays, extra=0.2, jitter=0.3),
+        build_worlds=_OUT_OF_BOUNDS_WORLDS,
     ),
-    _leak("one digit", "the first gradient norm in tenths", lambda inside: np.rint(10.0 * inside.norms[:, :1])),
-    _leak("packed", "length of compressed messages", _packed),
-    _leak("20 ms a norm", "delays grow with the norm", partial(_waits, factor=20.0)),
-    _leak("3 ms a norm", "delays grow by little more than the jitter", partial(_waits, factor=3.0)),
-    _leak("order", "who is told first follows a sign", _order),
-    _leak("status", "a status text names a clipped record", _status, swap=_BEYOND),
+    _make_leak("one digit", "the first gradient norm in tenths", lambda secrets: np.rint(10.0 * secrets.norms[:, :1])),
+    _make_leak("packed", "length of compressed messages", _compute_packed_length),
+    _make_leak("20 ms a norm", "delays grow with the norm", partial(_compute_norm_delays, factor=20.0)),
+    _make_leak("3 ms a norm", "delays grow by little more than the jitter", partial(_compute_norm_delays, factor=3.0)),
+    _make_leak("order", "the sending order depends on a sign", _choose_first_receiver),
+    _make_leak(
+        "status", "a status text names a clipped record", _compute_status_length, build_worlds=_OUT_OF_BOUNDS_WORLDS
+    ),
     *(
-        _leak(f"{100 * share:g} % fail", "runs of one world end early", partial(_failures, share=share))
+        _make_leak(f"{100 * share:g} % fail", "runs of one world end early", partial(_count_messages, share=share))
         for share in (0.5, 0.1)
     ),
-    _protocol("retry", "a round said again, fresh noise", _retried),
-    _protocol("two faces", "one neighbour hears other bytes", _two_faced),
-    _protocol("forgetful", "a restart forgets what was spent", _forgetful, "ledger", "ldp-dol, budget"),
+    _make_protocol_fault("retry", "a round sent again with fresh noise", _retry_round),
+    _make_protocol_fault("equivocation", "one neighbour receives other bytes", _equivocate),
+    _make_protocol_fault(
+        "forgetful", "a restart forgets the spent budget", _forget_spent_budget, "ledger", "ldp-dol, budget"
+    ),
 )
-"""What is given away beside the numbers, and messages that should never be."""
+"""Mutants that leak by side channels, or send forbidden messages."""
