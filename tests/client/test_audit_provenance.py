@@ -245,7 +245,7 @@ def test_a_spec_beside_captures_may_name_the_same_file_from_elsewhere_and_import
 def test_whose_word_the_promise_is_stands_in_every_audit_without_a_spec(tmp_path: Path) -> None:
     plan = planned()
     keep(tmp_path / "captures", plan, None, 0)
-    told = "What was promised is taken from capture.json, which nobody signed"
+    told = "The claim is taken from capture.json, which nobody signed"
     assert any(each.startswith(told) for each in audited(tmp_path, plan).assumptions)
     assert not any(told in each for each in audited(tmp_path, plan, plan.run.spec).assumptions)
     assert told in watched(tmp_path)
@@ -275,7 +275,7 @@ def test_a_look_at_a_capture_that_is_not_whole_does_not_end_as_one_without_alarm
 def test_noise_of_a_seed_is_said_where_it_is_known_and_else_what_is_assumed(tmp_path: Path) -> None:
     plan = planned()
     keep(tmp_path / "captures", plan, None, 0)
-    assert any("was assumed" in each for each in audited(tmp_path, plan).assumptions)
+    assert any("is assumed" in each for each in audited(tmp_path, plan).assumptions)
     for told, said in (({}, "was assumed"), ({"run_id": "run-0"}, SEEDED), ({"run_id": "other"}, "was assumed")):
         (tmp_path / "summary.json").write_text(json.dumps({"private_noise": False, **told}))
         assert said in audited(tmp_path / "captures", plan).assumptions[-1]
