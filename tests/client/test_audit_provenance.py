@@ -245,7 +245,7 @@ def test_a_spec_beside_captures_may_name_the_same_file_from_elsewhere_and_import
 def test_whose_word_the_promise_is_stands_in_every_audit_without_a_spec(tmp_path: Path) -> None:
     plan = planned()
     keep(tmp_path / "captures", plan, None, 0)
-    told = "The claim is taken from capture.json, which nobody signed"
+    told = "The claim is taken from capture.json, which is not signed"
     assert any(each.startswith(told) for each in audited(tmp_path, plan).assumptions)
     assert not any(told in each for each in audited(tmp_path, plan, plan.run.spec).assumptions)
     assert told in watched(tmp_path)
