@@ -134,7 +134,7 @@ def test_signatures_are_held_against_the_authority_beside_the_captures(tmp_path:
     assert half.text.startswith(
         f"Of {3 * ROUNDS} messages 3 are not signed, by ca.crt {each}: their signatures were never"
     )
-    assert half.unproven_reason == "not all of it is signed"
+    assert half.unproven_reason == "not all messages are signed"
 
 
 @pytest.mark.parametrize(("removed", "of"), [("all", (0, 1, 2)), ("of one", (1,)), ("of two", (0, 2))])
@@ -161,7 +161,7 @@ def test_signatures_that_were_removed_are_missed(
         return
     missed = [f"{name}: no signature at all: never made, or removed" in said for name in names]
     assert missed == [f"{name} {ROUNDS}" in done.assumptions[0] for name in names] == [i in of for i in range(3)]
-    assert done.unproven_reason == "not all of it is signed"
+    assert done.unproven_reason == "not all messages are signed"
 
 
 def verified(place: Path, authorities: Path) -> tuple[int, str]:
@@ -175,7 +175,7 @@ def verified(place: Path, authorities: Path) -> tuple[int, str]:
 def test_a_capture_that_is_not_what_was_signed_is_no_evidence(tmp_path: Path, identities: Identities) -> None:
     shutil.copy(identities.authority.folder / AUTHORITIES_FILE, tmp_path / AUTHORITIES_FILE)
     capture = signed(tmp_path / "run", identities, changed=True)
-    with pytest.raises(CaptureError, match=r"run is not what its learners signed, by ca\.crt: .* another message"):
+    with pytest.raises(CaptureError, match=r"run must be what its learners signed, by ca\.crt: .* another message"):
         check_provenance([capture], open_folder(tmp_path))
     plan = planned()
     with pytest.raises(CaptureError, match="is not what its learners signed"):
@@ -195,9 +195,9 @@ def test_a_watch_of_what_was_kept_says_it_too(
     shutil.copy(identities.authority.folder / AUTHORITIES_FILE, tmp_path / AUTHORITIES_FILE)
     signed(tmp_path / "changed", identities, changed=True)
     monkeypatch.chdir(tmp_path)
-    assert "is not what its learners signed, by ca.crt" in watched(tmp_path / "changed")
+    assert "must be what its learners signed, by ca.crt" in watched(tmp_path / "changed")
     monkeypatch.chdir("changed")
-    assert "is not what its learners signed, by ../ca.crt" in watched(tmp_path / "changed")
+    assert "must be what its learners signed, by ../ca.crt" in watched(tmp_path / "changed")
     monkeypatch.chdir("/")
     assert f"by {str(tmp_path)[1:]}/ca.crt" in watched(tmp_path / "changed")
 
@@ -221,7 +221,7 @@ def test_a_promise_that_was_changed_beside_its_spec_is_refused_with_the_fields(t
     with pytest.raises(SpecError, match=r"differs in algorithm\.sigma: 30\.0 and 60\.0"):
         audited(tmp_path, plan, plan.run.spec)
     (tmp_path / "spec.yaml").write_text("[")
-    with pytest.raises(CaptureError, match="cannot be held against them"):
+    with pytest.raises(CaptureError, match="must be readable to be compared with them"):
         audited(tmp_path, plan)
 
 
@@ -237,7 +237,7 @@ def test_a_spec_beside_captures_may_name_the_same_file_from_elsewhere_and_import
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(elsewhere))  # which is not here: the rest is compared
     assert audited(tmp_path, plan).plan.runs == 1
     (tmp_path / "spec.yaml").write_text(text.replace("name: ldp-dol", "name: antigravity:Algorithm"))
-    with pytest.raises(CaptureError, match="cannot be held against them"):
+    with pytest.raises(CaptureError, match="must be readable to be compared with them"):
         audited(tmp_path, plan)
     assert "antigravity" not in sys.modules
 
@@ -245,7 +245,7 @@ def test_a_spec_beside_captures_may_name_the_same_file_from_elsewhere_and_import
 def test_whose_word_the_promise_is_stands_in_every_audit_without_a_spec(tmp_path: Path) -> None:
     plan = planned()
     keep(tmp_path / "captures", plan, None, 0)
-    told = "What was promised is taken from capture.json, which nobody signed"
+    told = "The claim is taken from capture.json, which is not signed"
     assert any(each.startswith(told) for each in audited(tmp_path, plan).assumptions)
     assert not any(told in each for each in audited(tmp_path, plan, plan.run.spec).assumptions)
     assert told in watched(tmp_path)
@@ -275,7 +275,7 @@ def test_a_look_at_a_capture_that_is_not_whole_does_not_end_as_one_without_alarm
 def test_noise_of_a_seed_is_said_where_it_is_known_and_else_what_is_assumed(tmp_path: Path) -> None:
     plan = planned()
     keep(tmp_path / "captures", plan, None, 0)
-    assert any("was assumed" in each for each in audited(tmp_path, plan).assumptions)
+    assert any("is assumed" in each for each in audited(tmp_path, plan).assumptions)
     for told, said in (({}, "was assumed"), ({"run_id": "run-0"}, SEEDED), ({"run_id": "other"}, "was assumed")):
         (tmp_path / "summary.json").write_text(json.dumps({"private_noise": False, **told}))
         assert said in audited(tmp_path / "captures", plan).assumptions[-1]
