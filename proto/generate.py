@@ -50,13 +50,13 @@ def generate(into: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, bytes]:
-    """The generated files below a folder: path to content."""
+    """Read the generated files below a folder: path to content."""
     found = (path for path in folder.rglob("*_pb2*.py*") if path.suffix != ".pyc")
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 
 def differences(committed: dict[str, bytes], fresh: dict[str, bytes]) -> list[str]:
-    """What is wrong with the committed files, one line each."""
+    """List the differences of the committed files, one line each."""
     return [
         *(f"missing: {name}" for name in sorted(fresh.keys() - committed.keys())),
         *(f"stale, no .proto makes it: {name}" for name in sorted(committed.keys() - fresh.keys())),

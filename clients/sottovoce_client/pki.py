@@ -267,7 +267,9 @@ class Authority:
     def other_authorities(self) -> list[x509.Certificate]:
         """Other authorities of its domain in its `ca.crt` whose issued certificates are not recorded here."""
         issued = self.list_issued()
-        own = [each for each in self._list_trusted() if read_trust_domain(each) == self.domain and not self._is_own(each)]
+        own = [
+            each for each in self._list_trusted() if read_trust_domain(each) == self.domain and not self._is_own(each)
+        ]
         return [each for each in own if not any(has_chain_to_root(one, (), [each]) for one in issued)]
 
     def distribute_revocations(

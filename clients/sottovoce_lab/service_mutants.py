@@ -97,7 +97,9 @@ class CustomNoiseLearner(Learner):
         self._noise_factory = noise
 
     def _build_noise(self, role: RunAssignment) -> NoiseSource:
-        return super()._build_noise(role) if self._noise_factory is None else self._noise_factory(role.run_id, role.index)
+        return (
+            super()._build_noise(role) if self._noise_factory is None else self._noise_factory(role.run_id, role.index)
+        )
 
 
 class _LeakingLearner(CustomNoiseLearner):

@@ -225,7 +225,9 @@ class CaptureClient:
         return self._tasks.start(self._close(machine), "a capture is not closed")
 
     async def _close(self, machine: RunStateMachine) -> str:
-        if machine.run.spec.offline_intervals:  # learners may have left or joined while the eavesdropper was disconnected
+        if (
+            machine.run.spec.offline_intervals
+        ):  # learners may have left or joined while the eavesdropper was disconnected
             await self.reconfigure(machine, machine.run)
         request = eavesdropper_pb2.CloseCaptureRequest(capture_id=machine.capture_binding.capture_id)
         try:

@@ -116,7 +116,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         else:
             for managed in self._runs.active_runs:
                 self._controller.end_run(
-                    managed, RunState.STOPPED, f"the coordinator was told to stop{f' ({reason})' * bool(reason)}"
+                    managed, RunState.STOPPED, f"the coordinator was asked to stop{f' ({reason})' * bool(reason)}"
                 )
         self._learners.end_streams()
         self._is_stopping = True

@@ -65,7 +65,7 @@ class Table:
         return cls({name: _build_column(column) for name, column in zip(names, values, strict=True)})
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Count the rows."""
         return len(next(iter(self.columns.values()), ()))
 
     def __getitem__(self, name: str) -> Column:

@@ -43,7 +43,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """A page is read without a network.
+    """Make a page readable without a network.
 
     Raises:
         PluginError: it would load something from elsewhere.
@@ -54,12 +54,12 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 
 
 def script(path: Path) -> str:
-    """A script as a page."""
+    """Render a script as a page."""
     return f"# `{relpath(path, ROOT)}`\n\n```{SCRIPTS[path.suffix]}\n{path.read_text(encoding='utf-8')}```\n"
 
 
 def notebook(path: Path) -> str:
-    """A notebook as a page: its words, and its code without what it printed."""
+    """Render a notebook as a page: its text, and its code without the output."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     texts = (("".join(cell["source"]), cell["cell_type"]) for cell in cells)
     return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for text, kind in texts) + "\n"

@@ -354,7 +354,7 @@ class Participants:
         return cls(n, fields.get("capture") == "mirror", names)
 
     def require_sender(self, index: int, caller: Principal | None) -> None:
-        """Require that a learner with a certificate sends copies of its own messages; others cannot be told apart.
+        """Require that a learner with a certificate sends copies of its own messages; others cannot be identified.
 
         Raises:
             PermissionDenied: it sends them for another learner.

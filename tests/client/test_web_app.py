@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
 from sottovoce_client.runs.monitoring import RunListItem
-from sottovoce_client.web.app import _is_own_host, _open_socket, _load_token, create_console_app
+from sottovoce_client.web.app import _is_own_host, _load_token, _open_socket, create_console_app
 from sottovoce_client.web.result_files import ResultFiles
 from sottovoce_core.errors import SpecError, Unavailable
 from tests.client.consoles import COOKIE, TOKEN, Told, a_page

@@ -20,9 +20,7 @@ Act = Callable[[Stage], Awaitable[None]]
 GOES_ON = "the run finishes, as if nothing had been"
 BLIND = "the run finishes; the capture may lack rounds"
 NOTICED = "noticed, with nothing said and the file named, or harmless; no ledger below what was said"
-_DAMAGED = (
-    r"/learners/\S*(@|\.log|\.high_water_mark|\.runs|\.identity)|another state folder than this one|is outdated"
-)
+_DAMAGED = r"/learners/\S*(@|\.log|\.high_water_mark|\.runs|\.identity)|another state folder than this one|is outdated"
 """Names a file, or is the coordinator's word on a folder that it does not know, or knew when it was newer."""
 _FULL = r"space on its disk"
 

@@ -59,7 +59,11 @@ def test_broken_learners_are_caught(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "telling"),
-    [("retry", "resent to the same neighbour"), ("equivocation", "other bytes than"), ("forgetful", "above the budget")],
+    [
+        ("retry", "resent to the same neighbour"),
+        ("equivocation", "other bytes than"),
+        ("forgetful", "above the budget"),
+    ],
 )
 def test_messages_that_must_never_be_are_noticed(name: str, telling: str) -> None:
     outcome = tried(name)

@@ -90,7 +90,7 @@ class Changing(Coordinating):
         return books.busy(self.shape, state.coordinator.book, away)
 
     def _written(self, state: State, change: Change) -> Step:
-        """`RunController._apply_change`: the changed spec, durable before it is sent; one that cannot be changes nothing, or ends a run."""
+        """`RunController._apply_change`: write the spec before sending it. An invalid one changes nothing or ends a run."""
         coordinator = state.coordinator
         offline_intervals = self._absences(coordinator.book, change)
         if offline_intervals is not None:

@@ -308,7 +308,10 @@ async def test_prometheus_scrapes_services_and_an_alert_fires(tmp_path: Path) ->
 
             await up.start(small_spec(10_000, names), 3)
             await answered(
-                at, "query", lambda data: data["result"], query='sottovoce_coordinator_learner_disconnected{learner="ben"}'
+                at,
+                "query",
+                lambda data: data["result"],
+                query='sottovoce_coordinator_learner_disconnected{learner="ben"}',
             )
             await up.leave("ben")
             found = await answered(at, "alerts", lambda data: away(data["alerts"]))

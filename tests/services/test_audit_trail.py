@@ -103,7 +103,7 @@ async def test_an_end_is_logged_with_its_rounds_and_its_reason(tmp_path: Path) -
             await up.coordinating.stop("SIGTERM")
             up.coordinating._store.close()
         (end,) = [each for each in log if each["event"] == "run ended"]
-        assert (end["run_id"], end["reason"]) == (run.run_id, "the coordinator was told to stop (SIGTERM)")
+        assert (end["run_id"], end["reason"]) == (run.run_id, "the coordinator was asked to stop (SIGTERM)")
 
 
 @pytest.mark.parametrize("kind", ["coordinator", "eavesdropper", "learner"])

@@ -78,7 +78,10 @@ def test_nothing_is_noticed_where_all_is_right() -> None:
         ([row(hello(0), 0, 1)], ["decoding"]),  # in the middle of a stream
         ([row(encode_round(6, 0, Message({"y": np.zeros(4)})), 0, 1)], ["decoding"]),  # of another length
         ([row(b"\x00", 0, 1, method="/grpc.health.v1.Health/Check")], []),
-        ([row(clean(5, 0)[:-1] + b"\x50", 0, 1, stream=0)], ["changed-resend"]),  # a number so large that it is on the lattice
+        (
+            [row(clean(5, 0)[:-1] + b"\x50", 0, 1, stream=0)],
+            ["changed-resend"],
+        ),  # a number so large that it is on the lattice
     ],
 )
 def test_what_must_never_happen_is_noticed(more: list[CaptureRow], wanted: list[str]) -> None:

@@ -401,7 +401,9 @@ async def test_a_run_that_nobody_takes_up_ends_when_patience_does(tmp_path: Path
         feeding.cancel()
     own, alone = zip(*(detail.split("; ", 1) for detail in details), strict=True)
     assert [each.rpartition(" ")[0] for each in own] == ["waited 2 s for a lease of the coordinator in round"] * 3
-    assert all(re.match(r"it has had no command from its coordinator since round \d+: .* --recover", each) for each in alone)
+    assert all(
+        re.match(r"it has had no command from its coordinator since round \d+: .* --recover", each) for each in alone
+    )
 
 
 async def test_what_is_known_is_not_taken_up_again(tmp_path: Path) -> None:

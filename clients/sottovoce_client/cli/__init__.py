@@ -39,7 +39,7 @@ def _add_laboratory() -> None:
 
 
 def _require_laboratory() -> None:
-    """The laboratory, which is not installed."""
+    """Refuse a command of the laboratory, which is not installed."""
     raise SpecError(
         f"`sottovoce lab` needs the package sottovoce_lab, which is not installed: {format_install_hint('audit')}"
     )

@@ -323,7 +323,7 @@ def _sottovoce(
         ),
     ] = False,
 ) -> None:
-    """The options of every command."""
+    """Declare the options of every command."""
 
 
 def _add_group(name: str, panel: str, **more: Any) -> CommandApp:

@@ -238,7 +238,9 @@ def determine_verdict(summary: RunSummary) -> _Verdict:
     if math.isinf(observed.claimed_epsilon):
         return _Verdict("open", "Nothing finite was promised", f"Every claimed ε is infinite. {found}.")
     if summary.failed_parts:
-        return _make_incomplete_verdict(summary, f" {found}; the promise allows {format_number(observed.claimed_epsilon)}.")
+        return _make_incomplete_verdict(
+            summary, f" {found}; the promise allows {format_number(observed.claimed_epsilon)}."
+        )
     # A learner that left sent nothing afterwards: its later rounds are not missing from the capture.
     examined = min(
         (len(loss.cumulative_loss) for learner, _, loss in _cases(summary) if not learner.has_left),

@@ -67,7 +67,7 @@ class _BatchStream:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the learner has all batches."""
+        """True once the learner has all batches."""
         return self.received >= self._batch_count
 
     def receive(self, count: int) -> None:

@@ -178,7 +178,10 @@ async def _resume_run(
         SpecError: The run has another spec or other records.
     """
     run = await stub.GetRun(coordinator_pb2.GetRunRequest(run_id=run_id), timeout=_CALL_TIMEOUT_S)
-    if (_parse_without_intervals(run.spec), run.n_features) != (_parse_without_intervals(wanted.spec), wanted.n_features):
+    if (_parse_without_intervals(run.spec), run.n_features) != (
+        _parse_without_intervals(wanted.spec),
+        wanted.n_features,
+    ):
         raise SpecError(
             f"run {run.run_id} must be resumed with the spec and the records that it was started with, and these are others"
         )

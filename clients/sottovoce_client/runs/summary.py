@@ -254,12 +254,12 @@ class RunSummary:
 
     @property
     def is_live(self) -> bool:
-        """Whether records arrive during the run; they stay with the learners, and no other process has them."""
+        """True if records arrive during the run; they stay with the learners, and no other process has them."""
         return self.data == "live"
 
     @property
     def has_prequential_accuracy(self) -> bool:
-        """Whether learners reported accuracy on their own records during the run."""
+        """True if learners reported accuracy on their own records during the run."""
         return any(value is not None and math.isfinite(value) for each in self.progress for value in each.accuracy)
 
     @property

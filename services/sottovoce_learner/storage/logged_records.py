@@ -64,7 +64,7 @@ class LoggedRecords:
                 self._mark_done(entry.round, RoundPayload.decode(entry.body).records)
 
     def batch(self, t: int) -> Batch:
-        """The records of a round, once.
+        """Return the records of a round, once.
 
         Raises:
             KeyError: they are not known.
