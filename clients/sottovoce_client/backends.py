@@ -235,7 +235,7 @@ def map_with_progress(mapper: Mapper, size: Callable[[Any], int], on_count: Coun
     """Wrap a mapper so that it reports its progress while it works.
 
     Args:
-        mapper: Mapper over pieces with a field `tell`, which they call with their finished share, in [0, 1].
+        mapper: Mapper over pieces with a field `on_progress`, which they call with their finished share, in [0, 1].
         size: Function that returns the size of a piece.
         on_count: Callback, called from a separate thread. A piece on another machine counts only when its result arrives.
     """

@@ -335,7 +335,9 @@ def test_labels_need_their_worlds(tmp_path: Path) -> None:
     plan = planned()
     keep(tmp_path, plan, 0, 0)
     keep(tmp_path, plan, 1, 1)
-    with pytest.raises(CaptureError, match=r"of world 0 and 1: there must be a worlds\.json"):
+    with pytest.raises(
+        CaptureError, match=r"of world 0 and 1: a worlds\.json next to them must describe the worlds, and there is none"
+    ):
         audited(tmp_path, plan)
     write_worlds(tmp_path, plan)
     with pytest.raises(SpecError, match="runs of each world, got 1"):
@@ -352,7 +354,7 @@ def test_labels_need_their_worlds(tmp_path: Path) -> None:
     ("asked", "text"),
     [
         ({"learner": "learner-0"}, "--learner must be learner-1"),
-        ({"record": 0}, "--record is for runs"),
+        ({"record": 0}, "--record is for new runs only"),
         ({"threat": ThreatModel.OUTPUT}, "--threat output"),
     ],
 )
@@ -366,7 +368,7 @@ def test_only_what_was_recorded_can_be_asked(tmp_path: Path, asked: dict[str, An
 
 def test_mutilated_captures_are_named(tmp_path: Path) -> None:
     plan = planned()
-    with pytest.raises(CaptureError, match=r"there is no capture\.json"):
+    with pytest.raises(CaptureError, match=r"must be a capture, or a folder with captures, and has no capture\.json"):
         audited(tmp_path, plan)
     part = keep(tmp_path, plan, None, 0) / "part-000001.parquet"
     whole = part.read_bytes()
@@ -389,7 +391,9 @@ def test_two_words_in_one_round_are_named_with_the_capture(tmp_path: Path) -> No
         return row._replace(payload=row.payload[:-1] + b"\x3f") if twice else row
 
     keep(tmp_path, plan, None, 0, change=change)
-    with pytest.raises(EquivocationError, match="run-0: learner-0 sent two different messages of round 0"):
+    with pytest.raises(
+        EquivocationError, match="run-0: learner-0 sent two different messages in round 0, or the capture was changed"
+    ):
         audited(tmp_path, plan)
 
 

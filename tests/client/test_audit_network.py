@@ -103,7 +103,7 @@ class Services:
     ) -> None:
         pass
 
-    async def death(self) -> str:
+    async def wait_for_exit(self) -> str:
         await asyncio.Event().wait()
         return ""
 
@@ -124,7 +124,7 @@ def ending(monkeypatch: pytest.MonkeyPatch, state: str, detail: str, whole: int 
 @pytest.mark.parametrize(
     ("state", "detail", "error", "why"),
     [
-        ("stopped", STOPPED_BY_OPERATOR, RunInterrupted, "told to stop"),
+        ("stopped", STOPPED_BY_OPERATOR, RunInterrupted, "stopped by the operator"),
         ("failed", "a failed: why", RunFailed, "a failed: why"),
     ],
 )
@@ -139,7 +139,7 @@ def test_an_early_end_says_what_is_kept_and_how_to_go_on(
 ) -> None:
     ending(monkeypatch, state, detail)
     audited = ASKED.plan(prepared)
-    kept = rf"2 of 10 runs were made: {why}; what they said is kept: sottovoce audit --captures {tmp_path}/out/captures"
+    kept = rf"2 of 10 runs were made: {why}; to audit them: sottovoce audit --captures {tmp_path}/out/captures"
     with pytest.raises(error, match=kept):
         audit_on_network(audited, report_progress=ignore_progress, folder=tmp_path / "out")
     assert json.loads((tmp_path / "out" / "captures" / "worlds.json").read_text())["learner"] in ("a", "b")
@@ -152,7 +152,7 @@ def test_a_service_that_dies_is_named_and_nobody_was_told_to_stop(
     prepared: PreparedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Dying(Services):
-        async def death(self) -> str:
+        async def wait_for_exit(self) -> str:
             return "a (process 7) died"
 
     async def run_on(*args: Any, replica: int, **more: Any) -> Outcome:
@@ -175,7 +175,10 @@ def test_a_full_disk_says_what_is_kept(prepared: PreparedRun, tmp_path: Path, mo
         write(ledger, replica, *more, **also)
 
     monkeypatch.setattr(RunLedgerWriter, "record_end", ended)
-    with pytest.raises(RunFailed, match=r"^2 of 10 runs were made: .*No space left on device; what they said is kept"):
+    with pytest.raises(
+        RunFailed,
+        match=r"^2 of 10 runs were made: .*No space left on device; to audit them: sottovoce audit --captures ",
+    ):
         audit_on_network(ASKED.plan(prepared), report_progress=ignore_progress, folder=tmp_path)
 
 
@@ -190,7 +193,7 @@ def test_coins_come_from_entropy_unless_a_test_gives_a_seed(
     """Whoever knows the seed does not know them: 80 coins are equal to the seed's with probability below 1e-24."""
     audited = AuditRequest(runs=40, seed=3).plan(prepared)
     runs = 2 * audited.runs
-    for name, more in (("drawn", {}), ("seeded", {"seeded": True})):
+    for name, more in (("drawn", {}), ("seeded", {"seeded_coins": True})):
         ending(monkeypatch, "finished", "", whole=runs)
         with pytest.raises(CaptureError, match="needs a capture, and there is none"):
             audit_on_network(audited, report_progress=ignore_progress, folder=tmp_path / name, **more)

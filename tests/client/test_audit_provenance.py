@@ -175,10 +175,12 @@ def verified(place: Path, authorities: Path) -> tuple[int, str]:
 def test_a_capture_that_is_not_what_was_signed_is_no_evidence(tmp_path: Path, identities: Identities) -> None:
     shutil.copy(identities.authority.folder / AUTHORITIES_FILE, tmp_path / AUTHORITIES_FILE)
     capture = signed(tmp_path / "run", identities, changed=True)
-    with pytest.raises(CaptureError, match=r"run must be what its learners signed, by ca\.crt: .* another message"):
+    with pytest.raises(
+        CaptureError, match=r"run must be what its learners signed, by ca\.crt, and is not: .* another message"
+    ):
         check_provenance([capture], open_folder(tmp_path))
     plan = planned()
-    with pytest.raises(CaptureError, match="is not what its learners signed"):
+    with pytest.raises(CaptureError, match=r"must be what its learners signed, by .*, and is not"):
         audited(tmp_path, plan)
     others = Identities(tmp_path / "others")
     shutil.copy(others.authority.folder / AUTHORITIES_FILE, tmp_path / AUTHORITIES_FILE)
@@ -260,7 +262,7 @@ def test_a_look_at_a_capture_that_is_not_whole_does_not_end_as_one_without_alarm
     cases = {
         "whole": (table, 0, "no alarm"),
         "cut": (table.slice(0, table.num_rows // 2), 2, "parts are missing"),
-        "twice": (pa.concat_tables([table, table.slice(table.num_rows - 1)]), 2, "somebody changed it"),
+        "twice": (pa.concat_tables([table, table.slice(table.num_rows - 1)]), 2, "it is damaged, or was changed"),
     }
     for name, (rows, code, said) in cases.items():
         parquet.write_table(rows, part)
@@ -276,13 +278,17 @@ def test_noise_of_a_seed_is_said_where_it_is_known_and_else_what_is_assumed(tmp_
     plan = planned()
     keep(tmp_path / "captures", plan, None, 0)
     assert any("is assumed" in each for each in audited(tmp_path, plan).assumptions)
-    for told, said in (({}, "was assumed"), ({"run_id": "run-0"}, SEEDED), ({"run_id": "other"}, "was assumed")):
+    for told, said in (
+        ({}, "the operating system's is assumed"),
+        ({"run_id": "run-0"}, SEEDED),
+        ({"run_id": "other"}, "the operating system's is assumed"),
+    ):
         (tmp_path / "summary.json").write_text(json.dumps({"private_noise": False, **told}))
         assert said in audited(tmp_path / "captures", plan).assumptions[-1]
     (tmp_path / "summary.json").write_text('{"run_id": "run-0", "private_noise": true, "loss": Infinity}')
     assert not describe_noise_source([open_capture(tmp_path / "captures" / "run-0")], open_folder(tmp_path))
     (tmp_path / "summary.json").write_text("[")
-    assert "was assumed" in audited(tmp_path, plan).assumptions[-1]
+    assert "the operating system's is assumed" in audited(tmp_path, plan).assumptions[-1]
 
 
 def test_what_learners_said_of_their_noise_stands_in_the_ledger(tmp_path: Path) -> None:

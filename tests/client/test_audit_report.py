@@ -39,10 +39,10 @@ from tests.examples import made_up
 
 SECTIONS = [
     "Three families of tests",
-    "How much every run gives away",
-    "How well the worlds can be told apart",
+    "Privacy loss of every run",
+    "Distinguishing the worlds",
     "Round by round",
-    "What more runs add",
+    "Lower bound by number of runs",
     "The noise in the messages",
     "The effect of the replacement",
     "Learner by learner",
@@ -52,7 +52,7 @@ SECTIONS = [
 ]
 PLOTS = {
     *("losses", "roc", "cumulative", "single", "progress", "noise", "quantiles"),
-    *("twins", "twins-close", "said"),
+    *("coupled", "coupled-close", "coordinate"),
 }
 
 
@@ -152,8 +152,8 @@ def test_what_is_broken_is_shown_where_it_was_found(broken: Audit) -> None:
     assert '<th scope="row" class="over"' in text
     for each in broken.verdict.evidence[:8]:
         assert Page(text).text.count(each) == 1
-    said = "never does" if broken.findings.excess else "shows in one of 20 audits at most"
-    assert f"a learner who keeps its promise {said}" in Page(text).text
+    said = "never does" if broken.findings.excess else "shows in at most one of 20 audits"
+    assert f"a learner which keeps its promise {said}" in Page(text).text
 
 
 def test_who_is_refuted_by_the_noise_of_another_is_that_other_one(done: Audit, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_who_is_refuted_by_the_noise_of_another_is_that_other_one(done: Audit, t
 
 def test_losses_by_the_claimed_noise_say_nothing_for_a_claim_that_the_noise_refutes(done: Audit, broken: Audit) -> None:
     """No green beneath the red, and said wherever they stand: beside a card, over a picture, at every learner."""
-    supposed = "computed as if the noise were as claimed, which it is not"
+    supposed = "computed as if the noise had the claimed distribution, which it does not have"
     assert (
         supposed not in page_of(done).text
         and "doubted" not in build_audit_page(done, "learner-1", 7).to_html().split("<body")[1]
@@ -250,7 +250,7 @@ def test_the_audited_learner_has_two_losses_and_each_is_named(done: Audit) -> No
 def test_runs_of_one_world_are_called_what_the_terminal_calls_them(done: Audit) -> None:
     found = replace(done.findings, has_both_worlds=False, bounds=(), round_bounds=None, runs=1)
     text = page_of(replace(done, findings=found, verdict=Verdict("consistent", "so"))).text
-    assert "Consistent: nothing was found in the noise, and nothing was guessed" in text
+    assert "Consistent: nothing was found in the noise; worlds were not guessed" in text
     assert "It compared" not in text and "1 run of a training was recorded" in text
 
 
@@ -261,16 +261,16 @@ def test_infinite_losses_are_said_and_not_drawn(exposed: Audit) -> None:
     page = page_of(exposed)
     assert "losses" not in page.plots and "noise" not in page.plots
     assert f"{2 * exposed.plan.runs} runs cannot be drawn" in page.text
-    assert "live in the first world" not in page.text  # none is drawn
+    assert "belong to the first world" not in page.text  # none is drawn
     assert "Largest exact loss ∞" in page.text
-    assert "says nothing about published decisions" in page.text
+    assert "its findings do not concern published decisions" in page.text
     assert not any(re.search("nan|inf", place) for place in page.drawn)
 
 
 def test_who_hears_no_message_has_nothing_to_replay(published: Audit) -> None:
     page = page_of(published)
     assert published.run_losses is None
-    assert set(page.plots) <= {"twins", "twins-close", "said"}
+    assert set(page.plots) <= {"coupled", "coupled-close", "coordinate"}
     assert page.text.count("sees no message") >= 3
     assert "Exact losses" in page.headings and "Learner by learner" not in page.headings
 
@@ -303,7 +303,7 @@ def test_parts_that_are_missing(done: Audit) -> None:
     page = page_of(bare)
     assert PLOTS - set(page.plots) == {"single", "noise", "quantiles"}
     assert "Learner by learner" not in page.headings
-    assert "were not drawn anew" in page.text and "all runs look alike" in page.text
+    assert "were not sampled again" in page.text and "all runs are equal" in page.text
     assert "there is none" in page_of(replace(done, noise=np.zeros(10))).text
 
 
@@ -317,7 +317,7 @@ def test_many_runs_fit_into_a_page(done: Audit) -> None:
     assert done.run_losses is not None and done.findings.whole_run_bound is not None
     many = {
         name: np.resize(getattr(done.run_losses, name), 100_000)
-        for name in ("worlds", "total", "largest", "above", "shown")
+        for name in ("worlds", "total", "largest_losses", "first_excess_round", "excess_losses")
     }
     large = replace(
         done,

@@ -66,9 +66,9 @@ def test_a_connection_more_is_found_by_a_wiretap() -> None:
     """
     done, connections = by_wiretap(BROKEN["another connection"])
     assert done.verdict.kind == "refuted"
-    assert any(bound.rejects for bound in done.found.bounds)
+    assert any(bound.is_above_claim for bound in done.findings.bounds)
     assert abs(connections[1] - connections[0]) == 1
-    assert done.timed == ()  # times are judged with the rest
+    assert done.timing_bounds == ()  # times are judged with the rest
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_an_honest_learner_is_not_accused_by_a_wiretap() -> None:
     """By construction with probability 0.0001 at most, and then a sign of less is no refutation."""
     done, connections = by_wiretap(BROKEN["correct"])
     assert done.verdict.kind == "consistent"
-    assert done.found.largest == 0.0 and done.verdict.evidence == ()
+    assert done.findings.epsilon_lower_bound == 0.0 and done.verdict.evidence == ()
     assert connections[0] == connections[1]
 
 
@@ -146,7 +146,7 @@ def refused_elsewhere(out: Path, tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "alone" / "cap" / "capture.json").read_text(encoding="utf-8"))
     (tmp_path / "alone" / "cap" / "capture.json").write_text(json.dumps({**facts, "world": None}), encoding="utf-8")
     with pytest.raises(
-        SpecError, match="audited where there are runs of two worlds, got one: sottovoce audit --on wir"
+        SpecError, match="by wiretap must be of two worlds to be audited, got one: sottovoce audit --on wir"
     ):
         CliRunner().invoke(
             app, ["audit", "--captures", str(tmp_path / "alone")], catch_exceptions=False, standalone_mode=False

@@ -305,8 +305,8 @@ def test_tradeoff_writes_what_it_promises(records: Path, tmp_path: Path) -> None
     assert result.exit_code == 0, result.output
     assert "best: ε = " in result.output
     document = json.loads((tmp_path / "tradeoff.json").read_text(encoding="utf-8"))
-    assert len(document["measured"]) == 4
-    assert document["optimum"]["lowest"] <= document["optimum"]["alpha"] <= document["optimum"]["highest"]
+    assert len(document["measurements"]) == 4
+    assert document["optimum"]["min_alpha"] <= document["optimum"]["alpha"] <= document["optimum"]["max_alpha"]
     assert loaded_and_plots(tmp_path / "tradeoff.html") == ([], ["plot-balance", "plot-accuracy"])
 
 
@@ -327,7 +327,7 @@ def test_live_records_are_priced_by_how_many_come(rate: float, counts: list[int]
     said = CliRunner().invoke(app, command)
     assert said.exit_code == 0, said.output
     come = "1 record arrives" if rate == 1 else f"{rate:g} records arrive"
-    assert f"if {come} per round, in 15 rounds; fewer cost more" in said.output
+    assert f"if {come} per round, in 15 rounds; fewer records cost more" in said.output
     document = json.loads((tmp_path / "budget.json").read_text())
     run = build_run(load_spec(Path(live(tmp_path))), 3)
     for i, learner in enumerate(document["learners"]):

@@ -135,7 +135,7 @@ COMMANDS = {
     "status": "Show the current status",
     "policy": "learner to check",
     "eavesdropper": "--advertise-host",
-    "watch": "The chance of a false alarm",
+    "watch": "False alarm rate.",
     "predict": "(telemetry.predict)",
     "models": "cost of publishing it",
     "models export": "--unprotected",

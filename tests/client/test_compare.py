@@ -205,7 +205,7 @@ def test_many_bands_are_left_out(records: Path) -> None:
         made = make_compare_page(Results((result,) * results))
         figures = [each for each in made.elements if isinstance(each, Figure)]
         assert [len(each.marks) for each in figures if each.name == "accuracy"] == [marks]
-        assert ("bands are two of these" in made.to_html()) == (results == 8)
+        assert ("bands are ± two standard errors" in made.to_html()) == (results == 8)
 
 
 def test_the_command_exits_with_what_the_comparison_says(records: Path, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_simulate_measures_when_asked(records: Path, tmp_path: Path) -> None:
         "results.json",
         "models.parquet",
     }
-    assert done.output.endswith("models.parquet; left out: decisions, transcript, noise (--write)\n")
+    assert done.output.endswith("models.parquet; omitted: decisions, transcript, noise (--write)\n")
 
     again = CliRunner().invoke(app, ["simulate", str(path), "--out", str(tmp_path / "plain"), "--write", "models"])
     assert again.exit_code == 0

@@ -177,7 +177,7 @@ def test_the_live_display_has_room_for_misconduct() -> None:
     with display_run("run", 500, [f"ward-{i}" for i in range(40)], console=console, clock=Clock()) as shown:
         shown.update(replace(look(1, learners=40), violations=NOTICED), "running", captured_messages=0)
         text = written(console)
-    assert "violation: Bergen said a round that was not its turn" in text
+    assert "violation: Bergen sent a round that was not its turn" in text
     assert text.count("violation: ") == 3
     assert len(text.splitlines()) <= 20
 

@@ -381,7 +381,7 @@ async def test_standard_input_is_fed_by_a_command(tmp_path: Path) -> None:
         code, out, _ = await ended(command(up, *arguments), "\n".join(lines))
         assert code == 0 and f"1 message refused, and written to {tmp_path / 'dead'}" in out
         code, out, _ = await ended(command(up, *arguments), "\n".join([*lines, json.dumps({**RECORD, "at": 10})]))
-        assert code == 0 and "Fed 1 record" in out and "3 messages came a second time" in out
+        assert code == 0 and "Fed 1 record" in out and "3 messages came again, and were skipped" in out
         await learned(learner, 2 + 3 + 1)
     assert [each[1] for each in letters(tmp_path / "dead")] == [4]
 
@@ -402,8 +402,8 @@ async def test_a_command_ends_well_when_it_is_told_to(tmp_path: Path) -> None:
         await learned(learner, 2)
         os.mkfifo(tmp_path / "pipe.csv")
         code, out, error = await ended(command(up, str(tmp_path / "pipe.csv")))
-        assert (code, error.splitlines()[-1]) == (2, f"sottovoce: {tmp_path / 'pipe.csv'} is no file: what comes in a pipe is "
-        "fed by `sottovoce feed -`")  # fmt: skip
+        assert (code, error.splitlines()[-1]) == (2, f"sottovoce: {tmp_path / 'pipe.csv'} is not a file: feed a pipe by "
+        "`sottovoce feed -`")  # fmt: skip
 
 
 @pytest.mark.slow

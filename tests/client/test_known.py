@@ -130,7 +130,9 @@ async def test_a_learner_is_let_in_with_another_folder(tmp_path: Path) -> None:
     console, shown = screen()
     async with network(tmp_path, ["ann"]) as up:
         await up.run(spec := small_spec(3, ["ann"]), made_up(spec))
-        with pytest.raises(FailedPrecondition, match="learner 'ann' is here"):
+        with pytest.raises(
+            FailedPrecondition, match="learner 'ann' is connected, with the state folder that it has: stop it first"
+        ):
             await rebind(up.coordinator, "ann", console)
         with pytest.raises(NotFound, match="learner 'zoe' has never joined this coordinator; those that have are ann"):
             await rebind(up.coordinator, "zoe", console)

@@ -143,7 +143,7 @@ async def test_a_model_and_what_it_says_leave_their_owner(tmp_path: Path, here: 
     assert (about["learner"], about["rounds_done"], about["privacy"]["protected_by"]) == ("ann", 5, "messages")
     assert (about["columns"], about["label"]["classes"]) == (["age", "pulse", "weight"], ["home", "died"])
     assert "to publish them: the model of pd-ogd follows from messages" in said[2]
-    assert "held-out records, which nothing protects" in shown[1] and "yes, epsilon" in shown[1]
+    assert "constants of held-out records, which are not protected" in shown[1] and "yes, epsilon" in shown[1]
     found = by_onnx(tmp_path / "ann.onnx", raw())
     np.testing.assert_allclose(found["scores"], scores, rtol=0, atol=1e-9)
     np.testing.assert_allclose(found["probabilities"], 1 / (1 + np.exp(-scores)), atol=1e-9)
@@ -162,7 +162,10 @@ async def test_a_model_that_no_epsilon_covers_stays_unless_its_owner_insists(tmp
         arguments = ["models", "export", up.addresses["ann"], "--spec", file, "--out", out]
         code, said, err = await ran(here, *arguments)
         assert (code, said, out.exists()) == (2, "", False)
-        assert "this one is not protected: the model of ldp-dol" in err and "--unprotected writes it" in err
+        assert (
+            "this one is not protected: the model of ldp-dol" in err
+            and "to export it nevertheless, give --unprotected" in err
+        )
         code, said, _ = await ran(here, *arguments, "--unprotected")
         predicted = await ran(here, "predict", up.addresses["ann"], tmp_path / "new.npz", "--spec", file)
     assert code == 0 and "NO, no epsilon" in said
@@ -240,8 +243,8 @@ async def test_what_is_no_record_of_the_run_is_refused(tmp_path: Path) -> None:
     wrong: list[tuple[str, type[Exception], str]] = [
         ("short.csv", DataError, "a column for every feature of the run, and has none for .*weight"),
         ("words.csv", DataError, "column 'weight' must be numeric"),
-        ("wide.npz", DataError, "a record of this run has 3 features, got 4"),
-        ("nan.npz", DataError, r"row 0 \(counted from 0\) must have finite numbers alone"),
+        ("wide.npz", DataError, "a record must have 3 features, got 4"),
+        ("nan.npz", DataError, r"row 0 \(counted from 0\) must have only finite numbers"),
         ("none.csv", SpecError, "must be in a file that exists"),
         ("new.txt", SpecError, "FILE must be a .* file of records"),
     ]
@@ -254,7 +257,7 @@ async def test_what_is_no_record_of_the_run_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SpecError, match="give the run's spec with --spec"):
             await exporting.fetch_learner_model(at, None)
         other = load_spec(spec_file(tmp_path / "other", COVERED, data={"scale": "range"}))
-        with pytest.raises(SpecError, match="its section data says something else"):
+        with pytest.raises(SpecError, match="its section data differs"):
             await exporting.fetch_learner_model(at, other)
         with pytest.raises(FailedPrecondition, match="'ann', not 'ben'"):
             await exporting.fetch_learner_model(LearnerEndpoint(at.address, "ben", Credentials()), own)
@@ -288,7 +291,7 @@ def test_a_simulated_model_is_a_file_but_its_noise_protects_nobody(tmp_path: Pat
         assert [[*model["weights"], float(model["intercept"])]] == last
     for wrong, text in (
         (["--learner", "zoe"], "must be one of ann, ben"),
-        (["--replica", "7"], "one that was simulated"),
+        (["--replica", "7"], "--replica must be a simulated repetition, got 7"),
     ):
         code, _, err = here(*arguments[:3], *wrong, "--out", str(out.with_name("x.npz")), "--unprotected")
         assert code == 2 and text in err

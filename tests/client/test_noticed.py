@@ -71,7 +71,7 @@ def test_it_is_read_from_the_capture(tmp_path: Path) -> None:
     spec = json.dumps(small_spec(4, 2, topology={"graph": "path"}).model_dump(mode="json"))
     asyncio.run(captured(tmp_path / "c", [row(frame(0, 1), 0, 1)], spec=spec, n_features=3))
     found = read_detections(outcome(str(tmp_path / "c")))
-    assert found is not None and found.count == 1 and "speaks as learner-1" in found.first[0]
+    assert found is not None and found.count == 1 and "states the sender learner-1" in found.first[0]
     assert read_detections(outcome(None)) is None and list_capture_gaps(outcome(None)) == ()
     assert read_detections(outcome(str(tmp_path / "nowhere"))) is None
 

@@ -438,7 +438,7 @@ def test_a_record_in_place_of_a_header_is_not_quoted_though_one_of_its_words_is_
 )
 def test_what_is_fed_is_named_by_its_format(form: Any, content: bytes, message: str) -> None:
     with pytest.raises(DataError, match=f"looks like .*{message}") as refused:
-        form.header(content, whole=True)
+        form.read_header(content, is_complete=True)
     assert CANARY not in str(refused.value) and NUMBER not in str(refused.value)
 
 

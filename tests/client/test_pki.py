@@ -293,7 +293,7 @@ def test_a_new_root_takes_the_place_of_the_old_one(here: Path) -> None:
     )
     told = " ".join(said("init", "--domain", "ward.example", "--authority", "new", "--replaces", HERE, code=1).split())
     assert "3 identities in identities trust both now" in told
-    assert "not to identities/other: its ca.crt does not hold the replaced authority" in told
+    assert "not copied to identities/other: its ca.crt does not hold the replaced authority" in told
     shutil.rmtree(here / "identities" / "other")
     assert [len(believed(folder)) for folder in folders] == [2, 2, 2]
     assert all((own := Credentials(folder).load_identity()) and own.is_rooted for folder in folders)
@@ -340,8 +340,11 @@ def test_folders_that_do_not_get_the_list_are_named(here: Path, three: dict[str,
     (own / "somebody").mkdir()
     told = " ".join(said("revoke", "learner/north", "--authority", "north-authority", code=1).split())
     assert "copied to 1 identities" in told
-    assert "not to identities/learner-south: its ca.crt does not hold this authority" in told
-    assert "not copied to identities/learner-west: identities/learner-west/crl.pem must hold lists" in told
+    assert "not copied to identities/learner-south: its ca.crt does not hold this authority" in told
+    assert (
+        "not copied to identities/learner-west: identities/learner-west/crl.pem must hold revocation lists in PEM"
+        in told
+    )
     assert "somebody" not in told
     assert read_certificate(own / "learner-north").serial_number in listed(own / "learner-north")
 
@@ -408,7 +411,7 @@ def test_the_authority_names_whom_it_certifies(here: Path) -> None:
     said("init", "--domain", "ward.example")
     path = asked(here, ec.generate_private_key(ec.SECP384R1()), uri="spiffe://ward.example/operator/root")
     told = " ".join(said("issue", "learner/north", "--csr", str(path)).split())
-    assert "asked for spiffe://ward.example/operator/root; the certificate is for learner/north" in told
+    assert "the request names spiffe://ward.example/operator/root; the certificate is for learner/north" in told
     names = read_certificate(here / "identities" / "learner-north").extensions.get_extension_for_class(
         x509.SubjectAlternativeName
     )
@@ -451,7 +454,8 @@ def test_requests_that_cannot_be_certified(here: Path) -> None:
 
 def test_a_run_on_this_machine_is_of_one_domain(here: Path) -> None:
     with pytest.raises(
-        SpecError, match=r"must be of learners of one trust domain, got 'north@north.example': leave --tls out"
+        SpecError,
+        match=r"need learners of one trust domain, got 'north@north.example': omit --tls, or remove the domains",
     ):
         issue_local_identities(here / "ids", ("north@north.example", "east@east.example"))
     assert not (here / "ids").exists()

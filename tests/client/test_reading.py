@@ -80,11 +80,14 @@ def test_a_feature_that_is_always_the_same_and_a_learner_that_is_alone_are_noted
     begun = CliRunner().invoke(
         app, ["init", path, "--label", "outcome", "--learners", "1", "--rounds", "3", "--out", out]
     )
-    assert "note: ward has the same value" in begun.output and "note: one learner has no neighbours" in begun.output
+    assert (
+        "note: ward has the same value" in begun.output and "note: a single learner has no neighbours" in begun.output
+    )
 
     spec = (folder / "spec.yaml").read_text(encoding="utf-8").replace("learners: 2", "learners: 1")
     (folder / "spec.yaml").write_text(spec, encoding="utf-8")
-    assert "note: one learner has no neighbours: it sends nothing to anybody" in check(folder)
+    text = "note: a single learner has no neighbours: it sends no messages and learns only from its own records"
+    assert text in check(folder)
 
 
 @pytest.mark.parametrize(("times", "more"), [(2, ""), (100, ", scale: standard"), (100, "")])
@@ -165,7 +168,7 @@ def test_a_check_says_why_the_first_line_holds_names(folder: Path, header: str) 
 def test_the_label_that_a_spec_names_is_a_name(folder: Path) -> None:
     (folder / "records.csv").write_text(f"1,2,well\n{ROWS}", encoding="utf-8")
     write(folder, ", label: well")
-    assert "because one is called 'well', as data.label says" in check(folder)
+    assert "because one is called 'well', as data.label names it" in check(folder)
 
 
 @pytest.mark.parametrize(
@@ -302,4 +305,4 @@ def test_what_its_records_say_less_is_said_by_each_command_once(folder: Path) ->
     (folder / "records.csv").write_text(RECORDS, encoding="utf-8")
     (folder / "spec.yaml").write_text((folder / "spec.yaml").read_text().replace("rounds: 5", "rounds: 3"))
     assert CliRunner().invoke(app, ["simulate", spec]).stderr == ""
-    assert check(folder).endswith("fine, but for 2 warnings above\n")
+    assert check(folder).endswith("valid, with 2 warnings above\n")

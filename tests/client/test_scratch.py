@@ -16,8 +16,8 @@ from sottovoce_client.atomic_files import create_scratch_folder
 STAYS = """
 import sys
 from pathlib import Path
-from sottovoce_client.atomic_files import scratch
-with scratch(".iris-", Path(sys.argv[1])) as made:
+from sottovoce_client.atomic_files import create_scratch_folder
+with create_scratch_folder(".iris-", Path(sys.argv[1])) as made:
     (made / "half").write_text("of it")
     print(made, flush=True)
     sys.stdin.read()

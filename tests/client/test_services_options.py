@@ -30,7 +30,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found.update(more, config=config)
 
     for service in COMMANDS:
-        monkeypatch.setattr(f"sottovoce_{service}.{'hosting' if service == 'learner' else 'service'}.serve", serve)
+        monkeypatch.setattr(f"sottovoce_{service}.{'host' if service == 'learner' else 'service'}.serve", serve)
     monkeypatch.setattr("sottovoce_rpc.logs.configure_logs", lambda *logs: found.update(logs=logs))
     monkeypatch.setattr("sottovoce_rpc.logs.set_private_umask", lambda: None)
     return found
@@ -44,7 +44,7 @@ def run(*arguments: str, **environment: str) -> None:
 @pytest.mark.parametrize("service", COMMANDS)
 def test_without_options_nothing_is_told_to_anybody(told: dict[str, Any], service: str) -> None:
     run(*COMMANDS[service])
-    assert told["metrics"] is None and told.get("trace_every") is None
+    assert told["metrics"] is None and told.get("trace_interval_rounds") is None
     assert told["logs"] == ("info", "auto")
 
 
@@ -70,12 +70,12 @@ async def test_services_of_one_command_do_not_share_a_port(tmp_path: Path, monke
 @pytest.mark.parametrize("service", COMMANDS)
 def test_so_is_the_environment(told: dict[str, Any], service: str) -> None:
     run(*COMMANDS[service], SOTTOVOCE_METRICS="[::1]:9400", SOTTOVOCE_LOG_FORMAT="people")
-    assert told["metrics"].place() == ("::1", 9400)
+    assert told["metrics"].parse_listen_address() == ("::1", 9400)
     assert told["logs"] == ("info", "people")
 
 
 def test_a_learner_tells_what_its_owner_turns_on(told: dict[str, Any]) -> None:
     run(*COMMANDS["learner"], "--metrics", "127.0.0.1:0", "--metrics-process", "--trace", "--trace-every", "50")
-    assert told["metrics"].process and told["trace_every"] == 50
+    assert told["metrics"].include_process and told["trace_interval_rounds"] == 50
     run(*COMMANDS["learner"], "--trace-every", "50")
-    assert told["trace_every"] is None
+    assert told["trace_interval_rounds"] is None

@@ -345,7 +345,7 @@ def test_a_new_file_is_there_when_it_is_complete_or_not_at_all(tmp_path: Path) -
         file.write(b"half")
         assert [each.name for each in tmp_path.iterdir()] == ["model.npz.partial"]
         with (
-            pytest.raises(SpecError, match=r"model\.npz\.partial already, which another command writes"),
+            pytest.raises(SpecError, match=r"model\.npz\.partial already, written or left behind by another command"),
             create_file(out),
         ):
             pass

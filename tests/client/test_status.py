@@ -299,8 +299,11 @@ async def test_a_run_whose_records_nobody_took_is_a_fault_that_says_what_to_do(t
         stranger = identities.of("operator/mallory")
         outcome = await up.run(spec, made_up(spec), credentials=stranger)
         seen = await collect_status(ServiceAddresses(up.coordinator), credentials=up.operator)
-    what = "--owner operator/mallory or --feeder operator/mallory at that learner"
+    what = "--owner operator/mallory or --feeder operator/mallory"
     assert outcome.state == "failed" and outcome.detail.endswith(what)
     (fault,) = seen.faults
-    assert fault.startswith("the run stopped: a feeder could not deliver its records: operator/mallory is not")
+    assert fault.startswith(
+        "the run stopped: a feeder could not deliver its records: "
+        "operator/mallory must be authorised for this by the owner of 'ann': "
+    )
     assert fault.endswith(what)

@@ -76,7 +76,7 @@ def test_records_are_dealt_anew_where_asked(tmp_path: Path) -> None:
         finals.append(curves["accuracy"].final_mean)
 
     assert varied["mean"].tolist() == [pytest.approx(np.mean(finals))]
-    with pytest.raises(SpecError, match=r"data\.seed is what vary_data varies"):
+    with pytest.raises(SpecError, match=r"data\.seed must not be among the changes with vary_data"):
         sweep(experiment, {"data.seed": [1, 2]}, vary_data=True)
 
 
@@ -193,11 +193,13 @@ def test_epsilon_may_be_across() -> None:
     name, x, y = lines_of(table, "epsilon")[0]
     assert (name, x[:3], y[:3]) == ("accuracy", [1.0, 4.0, 16.0], [0.5, 2.5, 1.5])
     assert not np.isfinite(x[3:]).any()
-    assert HorizontalAxis.choose({"x": table}, "epsilon").omission_note.endswith("(epsilon is infinite): 1 setting")
+    assert HorizontalAxis.choose({"x": table}, "epsilon").omission_note.endswith(
+        "epsilon is infinite (no guarantee): 1 setting"
+    )
     assert HorizontalAxis.choose({"x": table}).omission_note == ""
     with pytest.raises(SpecError, match="--x must be one of rounds, epsilon, field, got mean"):
         drawn(table, "mean")
-    with pytest.raises(SpecError, match="over epsilon there must be a finite one"):
+    with pytest.raises(SpecError, match="an axis of epsilon needs a finite epsilon, and all of these are infinite"):
         drawn(of_epsilon((1, math.inf)), "epsilon")
 
 

@@ -114,7 +114,7 @@ def test_the_command_names_the_broken_learner_in_its_round(folder: Path) -> None
     assert process.returncode == 1
     assert (line["level"], line["event"], line["learner"], line["round"]) == ("error", "alarm", "bob", BROKEN_ROUND)
     assert line["test"] == "repeats" and line["log_e_value"] > line["log_threshold"]
-    assert f"ALARM: bob in round {BROKEN_ROUND}: the noise is not what is claimed (repeats)" in out
+    assert f"ALARM: bob in round {BROKEN_ROUND}: the noise is not as claimed (repeats)" in out
     assert f"round {BROKEN_ROUND + 1}/{ROUNDS}" in out
 
 
@@ -126,7 +126,7 @@ def test_code_that_a_capture_names_is_imported_only_where_allowed(
     capture: Any = SimpleNamespace(
         name="capture",
         require_messages=lambda: None,
-        facts={"spec": {"rounds": 3, "algorithm": {"name": "named_by_a_capture:Spec"}}},
+        metadata={"spec": {"rounds": 3, "algorithm": {"name": "named_by_a_capture:Spec"}}},
     )
     source: Any = SimpleNamespace()
     with pytest.raises(SpecError, match="--allow-imports"):
@@ -150,7 +150,7 @@ def test_others_than_the_broken_one_are_fine(folder: Path) -> None:
     code, out = watched(folder, learners=("ann", "eve"), once=True, canary_file=folder / "canaries.json")
     assert code == 0
     assert "ann" in out and "eve" in out and "bob" not in out
-    assert "No alarm in 30 rounds. A false one had a chance of at most 0.1 %." in out
+    assert "No alarm in 30 rounds. The probability of a false alarm was at most 0.1 %." in out
 
 
 def test_what_cannot_be_watched_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_what_cannot_be_watched_is_refused(folder: Path, tmp_path: Path) -> None
         followed(open_source(str(tmp_path / "nowhere"), None, None, once=True), once=True)
     with pytest.raises(CaptureError, match="there is none"):  # a file: nobody makes a folder of it
         watched(folder / "canaries.json")
-    with pytest.raises(CaptureError, match="no capture"):
+    with pytest.raises(CaptureError, match="--once needs a capture, and there is none"):
         watched(tmp_path, once=True)
     for arguments in ((None, None, None), ("folder", "host:1", "run"), (None, "host:1", None)):
         with pytest.raises(SpecError, match="--eavesdropper HOST:PORT and --run RUN_ID"):
@@ -174,10 +174,10 @@ def test_what_cannot_be_watched_is_refused(folder: Path, tmp_path: Path) -> None
 def test_noise_of_the_runs_before_is_kept_and_known_again(folder: Path, tmp_path: Path) -> None:
     """The same noise in another run is an alarm in its first rounds. A false one has probability below 0.001."""
     kept = tmp_path / "keys.npz"
-    question = {"learners": ("ann", "eve"), "canaries": folder / "canaries.json", "keys": kept}
+    question = {"learners": ("ann", "eve"), "canary_file": folder / "canaries.json", "noise_history_file": kept}
     assert watched(folder, **question)[0] == 0
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    with pytest.raises(CaptureError, match="must be of the runs before this one"):
+    with pytest.raises(CaptureError, match=r"must be of earlier runs, and .* contains run watched-"):
         watched(folder, **question)
     with np.load(kept) as stored:
         table = stored["table"]
@@ -191,8 +191,8 @@ def test_noise_of_the_runs_before_is_kept_and_known_again(folder: Path, tmp_path
 def test_keys_that_cannot_be_written_cost_no_alarm_and_no_end(folder: Path, tmp_path: Path, capsys: Any) -> None:
     question = {
         "learners": ("ann", "eve"),
-        "canaries": folder / "canaries.json",
-        "keys": tmp_path / "gone" / "keys.npz",
+        "canary_file": folder / "canaries.json",
+        "noise_history_file": tmp_path / "gone" / "keys.npz",
     }
     code, said = watched(folder, **question)
     assert code == 3 and "no alarm" in said
@@ -202,7 +202,7 @@ def test_keys_that_cannot_be_written_cost_no_alarm_and_no_end(folder: Path, tmp_
 def test_files_that_have_no_keys_are_refused(folder: Path, tmp_path: Path) -> None:
     kept = tmp_path / "keys.npz"
     kept.write_bytes(b"nothing")
-    with pytest.raises(CaptureError, match="cannot read the keys"):
+    with pytest.raises(CaptureError, match="cannot read the noise history"):
         watched(folder, canary_file=folder / "canaries.json", noise_history_file=kept)
     for table in (np.zeros((3, 4), dtype=np.int64), np.zeros((2, 4)), np.full((2, 1), -1)):
         np.savez(kept, runs=np.array(["a run"]), table=table)
@@ -284,7 +284,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_capture_is_followed_until_it_is_complete(folder: Path, tmp_path: Path) -> None:
     """The same e-values as from all of it at once."""
     finished = capture_in(folder)
-    source, question = Growing(finished, tmp_path, 7), {"learners": ("eve",), "canaries": folder / "canaries.json"}
+    source, question = Growing(finished, tmp_path, 7), {"learners": ("eve",), "canary_file": folder / "canaries.json"}
     code, out = followed(nullcontext(source), **question)
     at_the_end = watched(finished, **question)[1]
 
@@ -306,7 +306,7 @@ def test_a_folder_that_is_not_there_is_waited_for(tmp_path: Path) -> None:
 
     asyncio.run(looked(FolderSource(str(folder), GUARD_S)))
     assert found == [str(folder), f"a capture in {folder}"]
-    with pytest.raises(CaptureError, match="nowhere must be a capture's folder, or a run's, and there is none"):
+    with pytest.raises(CaptureError, match="nowhere must be a folder of a capture or a run, and there is none"):
         followed(nullcontext(FolderSource(str(tmp_path / "nowhere"), 0.01)))
 
 

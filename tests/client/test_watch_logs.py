@@ -18,7 +18,7 @@ from rich.console import Console
 from sottovoce_client.live.connect import connect_learner
 from sottovoce_client.watching.watch import WatchRequest, open_source, watch
 from sottovoce_core.arrays import Batch
-from sottovoce_core.errors import CaptureError, DataError, SottovoceError, SpecError
+from sottovoce_core.errors import CaptureError, CorruptStateError, SottovoceError, SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import RunSpec
 from sottovoce_learner.storage import run_log, wal
@@ -232,10 +232,10 @@ def test_a_log_that_was_not_kept_from_the_beginning_is_refused(
 ) -> None:
     folder, run_id, _ = run
     shutil.copytree(folder / "journals", tmp_path / "state")
-    with pytest.raises(DataError, match="has no log of run run-0 by learner 'ann'"):
+    with pytest.raises(CorruptStateError, match="has no log of run run-0 by learner 'ann'"):
         LoggedRecords(tmp_path / "state", "ann", "run-0", live_spec(), 3)
     (tmp_path / "state" / "kept" / f"{run_id}@ann" / "00000000.log").unlink()
-    with pytest.raises(DataError, match=r"has lost its beginning: start the learner with\n?.*--keep-log"):
+    with pytest.raises(CorruptStateError, match=r"has lost its beginning: start the learner with\n?.*--keep-log"):
         LoggedRecords(tmp_path / "state", "ann", run_id, live_spec(), 3)
 
 

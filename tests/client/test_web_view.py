@@ -62,7 +62,7 @@ def test_a_spec_that_is_none_is_refused() -> None:
 )
 def test_a_spec_that_says_things_otherwise_is_refused(change: dict[str, object]) -> None:
     document = json.loads(spec_to_wire(small_spec(7, 3)))
-    with pytest.raises(SpecError, match="cannot read"):
+    with pytest.raises(SpecError, match="must have a format that this version can read"):
         parse_plan(json.dumps({**document, **change}))
 
 
@@ -105,8 +105,8 @@ def test_a_run_that_is_over_went_at_its_mean_rate() -> None:
 
 def test_what_the_eavesdropper_counts_goes_before_what_learners_say() -> None:
     ways = plan().directed_edges
-    before = look(0.0, heard=dict.fromkeys(ways, (10, 1000)))
-    now = look(2.0, heard={**dict.fromkeys(ways, (14, 1400)), (0, 1): (20, 9000)})
+    before = look(0.0, channel_traffic=dict.fromkeys(ways, (10, 1000)))
+    now = look(2.0, channel_traffic={**dict.fromkeys(ways, (14, 1400)), (0, 1): (20, 9000)})
     (first, *_) = _edge_views(ways, now, before)
     assert (first.forward_rate, first.backward_rate, first.bytes_per_second, first.messages) == (5.0, 2.0, 4200.0, 34)
     again = _edge_views(ways, now, look(0.0))  # it was not asked before: nothing to compare with
@@ -137,8 +137,8 @@ def test_rows_say_how_learners_stand() -> None:
         3.0,
         1.5,
     )
-    assert eve.warnings[0] == "its noise is not private: this run protects nobody"
-    assert eve.warnings[-1] == "messages that broke a rule on its channels: 2"
+    assert eve.warnings[0] == "its noise is not private: this run has no privacy guarantee"
+    assert eve.warnings[-1] == "protocol violations on its channels: 2"
     lost = replace(plan(), lost_learners=frozenset({"learner-2"}))
     assert _learner_views(lost, now, None)[2].state == "lost"
 
@@ -196,4 +196,4 @@ def test_numbers_that_are_not_finite_reach_a_page_as_text(number: float, text: s
     shown = json.loads(a_page(run=replace(a_run(), rounds_per_second=number, recent_rates=(number, 1.5))).to_json())[
         "run"
     ]
-    assert (shown["rate"], shown["pace"]) == (text, [text, 1.5])
+    assert (shown["rounds_per_second"], shown["recent_rates"]) == (text, [text, 1.5])

@@ -278,11 +278,11 @@ def test_a_spec_builds_its_set(section: dict[str, Any], chosen: DecisionSet) -> 
 def test_a_set_of_another_size_than_the_parameters_is_refused() -> None:
     _L1Ball(radius=1.0).require_dim(7)
     _TraceNorm(rows=2, columns=3, radius=1.0).require_dim(6)
-    with pytest.raises(SpecError, match="set is made for 6 parameters, and the loss has 7"):
+    with pytest.raises(SpecError, match="set requires 6 parameters, and the loss has 7"):
         _TraceNorm(rows=2, columns=3, radius=1.0).require_dim(7)
     softmax, letter = {"kind": "softmax", "classes": 26}, {"kind": "trace_norm", "rows": 26, "radius": 10.0}
     assert small_run(loss=softmax, decision_set={**letter, "columns": 16}, n_features=16).algorithm.dim == 416
-    with pytest.raises(SpecError, match="made for 416 parameters, and the loss has 442"):
+    with pytest.raises(SpecError, match="requires 416 parameters, and the loss has 442"):
         small_run(loss=softmax, decision_set={**letter, "columns": 16}, n_features=17)
 
 

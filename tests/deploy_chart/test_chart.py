@@ -270,7 +270,7 @@ def _root() -> Any:
 def _options(name: str) -> list[Any]:
     """Options of a command, those included that it shares with others."""
     command = _root().commands[name]
-    return [*command.params, *(each for each in _root().params if each.name in command.uses)]
+    return [*command.params, *(each for each in _root().params if each.name in command.common_options)]
 
 
 def _takes(command: str, option: str) -> bool:

@@ -83,7 +83,9 @@ def mistake(command: Named) -> str:
     words += before
     own = {flag for each in at.params for flag in each.opts}
     shared = [
-        each for each in _tree().params if each.name in {*getattr(at, "uses", ()), "profile"} and not own & {*each.opts}
+        each
+        for each in _tree().params
+        if each.name in {*getattr(at, "common_options", ()), "profile"} and not own & {*each.opts}
     ]
     options = {
         name: each for each in [*at.params, *shared] for name in (*each.opts, *each.secondary_opts) if name[0] == "-"

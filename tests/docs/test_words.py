@@ -16,7 +16,7 @@ from tests.docs.pages import CHECKOUT, text_of
 ENTRY = re.compile(r"^## (.+)$", re.MULTILINE)
 ROW = re.compile(r"^\| (?!I want to|---)(.+?) \| (.*?) ?\| (.*?) ?\|$", re.MULTILINE)
 CODE = re.compile(r"`([^`]+)`")
-BOLD_CELL = re.compile(r"^\| \*\*(\w+)\*\* \|", re.MULTILINE)
+BOLD_CELL = re.compile(r"^\| \*\*([\w-]+)\*\* \|", re.MULTILINE)
 LINK = re.compile(r"\]\([^)]+\)")
 ALGORITHM_ROW = re.compile(r"^\| [\w-]+ \| ([\w-]+) \|", re.MULTILINE)
 

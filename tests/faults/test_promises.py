@@ -167,7 +167,7 @@ def test_a_run_that_lost_a_learner_must_be_what_the_simulator_says() -> None:
 
 
 def test_a_run_that_goes_on_without_late_messages_must_say_which_it_used() -> None:
-    spec = spec_of("paced", 0.1, 60.0, "hold")
+    spec = spec_of("paced", 0.1, 60.0, "reuse")
     network = build_run(spec, FEATURES).network
     used = np.stack([encode_punctual_rounds(network, t + 1) for t in range(ROUNDS)])
     good = replace(GOOD, fault=replace(CHANGING, late="reuse"), spec=spec, calm=None)

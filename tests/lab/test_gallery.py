@@ -36,7 +36,8 @@ def test_the_gallery_is_printed_and_written(tmp_path: Path, no_torch: None) -> N
     flags = ["--epsilons", "1,100000", "--runs", "200", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, ["lab", "gallery", *flags], terminal_width=100)
     assert done.exit_code == 0, done.output
-    assert "pip install '.[torch]'" in done.output and "needs PyTorch" in done.output
+    said = " ".join(done.output.split())  # lines are wrapped
+    assert "pip install '.[torch]'" in said and "The attack on a network needs PyTorch" in said
 
     document = json.loads((tmp_path / "gallery.json").read_text(encoding="utf-8"))
     linear, gossip = document["attacks"]["linear"], document["attacks"]["gossip"]

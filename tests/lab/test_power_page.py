@@ -150,7 +150,7 @@ def test_broken_services_have_tables_of_their_own(monkeypatch: pytest.MonkeyPatc
     assert "## On real services" not in lines
     assert rows_below(lines, "## Foreign services") == [
         "| six digits | nothing: answers are rounded | – | never | 0 of 1 |",
-        "| no noise | the gradient and its loss as they are | values of gradient | 24 | 1 of 1 |",
+        "| no noise | gradient and loss without noise | values of gradient | 24 | 1 of 1 |",
     ]
     document = json.loads((tmp_path / "power.json").read_text(encoding="utf-8"))
     assert [each["runs_needed"] for each in document["services"]] == [None, 24]

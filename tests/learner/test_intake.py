@@ -150,7 +150,7 @@ MALFORMED = learner_pb2.SampleBatch(
     [
         (batch(2, [1]), FailedPrecondition, "source 's' must send batch 1 next, got batch 2"),
         (batch(1, [1], source="new"), FailedPrecondition, "source 'new' must send batch 0 next, got batch 1"),
-        (MALFORMED, RemoteProtocolError, r"shape \(1, 2\) has 16 bytes, got 1"),
+        (MALFORMED, RemoteProtocolError, r"a float64 tensor of shape \(1, 2\) must have 16 bytes, got 1"),
         (batch(1, np.zeros((1, 3))), DataError, "a record must have 2 features, got 3"),
         (batch(1, np.zeros((1, 2, 1))), DataError, r"features must have the shape \(records, 2\), got 3 axes"),
         (batch(1, [1, 2], [1.0]), DataError, r"labels must have the shape \(2,\)"),

@@ -288,7 +288,7 @@ async def test_who_lacks_what_stands_between_is_told_by_the_doctor(tmp_path: Pat
     ids = OtherAuthority(tmp_path, 2)
     lacking_between(ids.at(CALLS))
     found = {each.subject: (each.state, each.text) for each in doctor._check_identity(ids.of(CALLS))}
-    assert found["chain"][0] == "warning" and "are those between missing" in found["chain"][1]
+    assert found["chain"][0] == "warning" and "add the intermediate certificates" in found["chain"][1]
 
 
 # ---- what was revoked ----------------------------------------------------------------------------------------

@@ -467,7 +467,7 @@ async def test_other_methods_are_no_rounds(tmp_path: Path) -> None:
         (b"", "expected a round of 42 bytes, .* got another message"),
         (hello(0), "expected a round of 42 bytes, .* got another message"),
         (b"\xff" * 42, "got 42 bytes that cannot be decoded"),
-        (frame(0, 1), "must speak as itself, .* got learner 1 in round 0 from learner 0"),
+        (frame(0, 1), "must send as itself, .* got learner 1 in round 0 from learner 0"),
         (frame(2**60, 0), f"in one of {capture_reader.MAX_ROUNDS} rounds, got learner 0 in round {2**60}"),
         (encode_round(0, 0, Message({"y": np.zeros(4)})), "got one of 50 bytes"),
     ],

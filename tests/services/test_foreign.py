@@ -237,7 +237,7 @@ async def test_a_decoder_that_raises_is_told_with_its_place(
 
     await record(example, tmp_path / "captures", "none", 10)
     monkeypatch.setattr(example["decode"], "decode", broken)
-    with pytest.raises(CaptureError, match="the decoder read none of 50 messages"):
+    with pytest.raises(CaptureError, match="the decoder must decode some message, and failed on all 50;"):
         read_runs(tmp_path / "captures", load_decoder("decode:decode"), "connection")
     useful.append({"x": [1.0]})
     reading = read_runs(tmp_path / "captures", load_decoder("decode:decode"), "connection")
@@ -288,7 +288,7 @@ def test_what_a_run_is_may_be_said_by_the_client(tmp_path: Path) -> None:
 
 
 async def test_captures_must_be_of_a_world(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="has no captures"):
+    with pytest.raises(CaptureError, match="must have captures, and has none"):
         read_runs(tmp_path, None, "connection")
     async with relayed(StandaloneProxyConfig("127.0.0.1:1", folder=tmp_path / "below")):
         pass

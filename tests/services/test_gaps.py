@@ -482,7 +482,7 @@ async def test_an_eavesdropper_that_goes_and_comes_back_is_said_while_the_run_go
             await asyncio.wait_for(running, PATIENCE_S)
     why = f"nothing is captured now: cannot reach the eavesdropper at {up.eavesdropper}"
     lines = [line for line in shown.getvalue().splitlines() if "captured" in line]
-    assert lines[0].startswith(why) and lines[1:] == ["the run is captured again: its eavesdropper is back"]
+    assert lines[0].startswith(why) and lines[1:] == ["the run is captured again: its eavesdropper has reconnected"]
     assert why in said.getvalue() and kept.capture_error == ""
     assert uncaptured.value == 1
 

@@ -69,7 +69,7 @@ def of_nobody(ids: Identities, uris: list[str]) -> Path:
     names = [x509.DNSName("nobody.example"), *map(x509.UniformResourceIdentifier, uris)]
     folder = ids.folder / "nobody"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pki, "_names", lambda principal, hosts: x509.SubjectAlternativeName(names))
+        patched.setattr(pki, "_build_alternative_names", lambda principal, hosts: x509.SubjectAlternativeName(names))
         ids.authority.issue("operator/alice", folder)
     return folder
 

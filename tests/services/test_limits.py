@@ -234,7 +234,7 @@ async def test_streams_of_records_are_so_many_of_a_caller(up: Network, monkeypat
     await up.start(spec, 3)
     await up.until("ann", LearnerState.RUNNING)
     (own,) = made_up(spec).learners
-    monkeypatch.setattr(up.learners["ann"].servicer._record_streams, "_most", 1)
+    monkeypatch.setattr(up.learners["ann"].servicer._record_streams, "_max_streams", 1)
     async with open_channel(up.addresses["ann"]) as to:
         stub = learner_pb2_grpc.LearnerStub(to)
         held = stub.Ingest(timeout=PATIENCE_S)

@@ -215,7 +215,8 @@ async def test_whoever_watches_a_run_that_was_lost_is_told_what_to_do(tmp_path: 
         await up.until("ann", LearnerState.RUNNING, 3)
         await up.restart_coordinator(lose=True)
         with pytest.raises(
-            FailedPrecondition, match=r"there are no runs; if its .* `sottovoce run SPEC --recover run-[0-9a-f]+` takes"
+            FailedPrecondition,
+            match=r"there are no runs; if its .* `sottovoce run SPEC --recover run-[0-9a-f]+` recovers",
         ):
             await running
 

@@ -227,7 +227,7 @@ async def test_the_run_goes_on_without_whom_its_neighbours_accuse(
     (absence,) = outcome.offline_intervals or ()
     assert absence.learner == "dora" and set(absence.missed_from_rounds) == set(NAMES[:DORA])
     assert len(known) >= 2 and {each for _, each in known} == {Noticed(DORA, due(rule), rule, Attribution.CERTIFICATE)}
-    assert end.learners[DORA].status.detail.startswith("lost: the run goes on without it; dora said ")
+    assert end.learners[DORA].status.detail.startswith("lost: the run goes on without it; dora sent ")
     assert told is LearnerState.STOPPED
     is_as_simulated(outcome, spec, noise)
 

@@ -362,5 +362,5 @@ async def test_a_run_that_others_leave_is_held_against_the_policy_again(tmp_path
         await leave(up, ann.status.run_id, "cleo")
         outcome = await running
     assert outcome.state == ("finished" if allowed else "failed")
-    refused = "ann failed: the owner's policy (the default one) allows max_rounds 99, the spec asks for 100; `most_"
+    refused = "ann failed: the owner's policy (the default one) allows max_rounds 99, the spec asks for 100; `max_rounds: 100`"
     assert outcome.detail.startswith("" if allowed else refused)

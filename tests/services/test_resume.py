@@ -164,7 +164,10 @@ async def test_who_takes_a_run_up_may_bring_the_records_that_its_learners_lack(t
         run_id = (await failed(up, begun_with)).run_id
         disk.broken = False
         other = work(tmp_path, NAMES, 1, 149)
-        with pytest.raises(SpecError, match=f"run {run_id} is of another spec or other records"):
+        with pytest.raises(
+            SpecError,
+            match=f"run {run_id} must be resumed with the spec and the records that it was started with, and these are others",
+        ):
             await run_on_services(up.coordinator, other.spec, other.data, lambda *seen: None, resume=run_id)
         going = run_on_services(up.coordinator, first.spec, first.data, lambda *seen: None, resume=run_id)
         outcome = await asyncio.wait_for(going, PATIENCE_S)

@@ -299,7 +299,7 @@ async def test_a_learner_that_is_lost_is_told_so_and_free_for_other_runs(tmp_pat
         another = small_spec(5, ["dora"], topology=COMPLETE)
         assert (await up.run(another, made_up(another))).state == "finished"
         refusal = await refused(ask(up, "JoinRun", coordinator_pb2.JoinRunRequest(run_id=run_id, learner="dora")))
-        assert "and dora has some" in (refusal.details() or "")
+        assert "and dora has participated" in (refusal.details() or "")
         outcome = await running
         lines = {line.run_id: line for line in Ledger(tmp_path / "journals").list_entries("dora")}
     assert outcome.state == "finished", outcome.detail
@@ -310,8 +310,13 @@ async def test_a_learner_that_is_lost_is_told_so_and_free_for_other_runs(tmp_pat
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "nobody of this name": ("Leave", "eve", {}, "has no learner 'eve'"),
-    "who is not away": ("Join", "ben", {}, "and ben has some"),
-    "a graph that falls apart": ("Leave", "ann", {"topology": {"graph": "star"}}, "is not connected"),
+    "who is not away": ("Join", "ben", {}, "and ben has participated"),
+    "a graph that falls apart": (
+        "Leave",
+        "ann",
+        {"topology": {"graph": "star"}},
+        "must be connected, got no path both ways",
+    ),
     "an algorithm that needs all": (
         "Leave",
         "dora",

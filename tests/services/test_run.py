@@ -311,7 +311,7 @@ async def test_a_learner_whose_budget_would_be_exceeded_stops_speaking(tmp_path:
     status = outcome.statuses[1]
 
     assert outcome.state == "stopped"
-    assert outcome.detail.startswith("ben stopped sending: saying round 12 would bring the spent epsilon from ")
+    assert outcome.detail.startswith("ben stopped sending: sending round 12 would bring the spent epsilon from ")
     assert outcome.detail.endswith(f"above the budget of {budget:.6g}")
     assert status.state == LearnerState.BUDGET_EXHAUSTED
     assert status.epsilon_spent == pytest.approx(free[11]) and status.epsilon_spent <= budget == status.epsilon_budget

@@ -358,7 +358,7 @@ async def test_an_eavesdropper_that_is_started_again_taps_on_and_says_that_somet
     edges = {(each["caller"], each["callee"]) for each in taken.metadata["routes"]}
     assert ways == {(*way, 0, None) for i, j in edges for way in ((i, j), (j, i))}
     assert not taken.is_complete and "must be complete (capture_gap: fail)" in outcome.capture_error
-    assert "The wiretap was started again in the run: the last that it noted before may be missing" in list(
+    assert "The wiretap was restarted during the run: its last records before that may be missing" in list(
         describe_missing_traffic(outcome)
     )
     noted, told = rows(taken, "caller", "callee", "connection", "kind", "size"), taken.ciphertext

@@ -31,7 +31,7 @@ class _Job:
     replicas: int
     seed: np.random.SeedSequence
     metrics: Sequence[str] | None
-    tell: ProgressCallback = discard_progress
+    on_progress: ProgressCallback = discard_progress
 
     @property
     def rounds(self) -> int:
@@ -174,7 +174,7 @@ def _run_job(job: _Job) -> Result:
     rounds = job.experiment.rounds
 
     def report_round(step: SimulatedRound) -> None:
-        job.tell((step.t + 1) / rounds)
+        job.on_progress((step.t + 1) / rounds)
 
     try:
         (run,) = simulate(job.experiment, job.replicas, job.seed, metrics=(rounds,), progress=report_round).results.runs

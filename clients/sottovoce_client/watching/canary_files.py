@@ -90,10 +90,10 @@ def load_canaries(path: Path, commitment: str | None = None) -> Canaries:
 
 
 def _parse_canaries(document: dict[str, Any]) -> Canaries:
-    positions = tuple(CanaryPosition(int(each["round"]), int(each["learner"])) for each in document["places"])
+    positions = tuple(CanaryPosition(int(each["round"]), int(each["learner"])) for each in document["positions"])
     coins = tuple(int(coin) for coin in document["coins"])
     size, label, tau, claim = (float(document[name]) for name in ("size", "label", "tau", "claim"))
-    window, pair = int(document["window"]), document.get("pair")
+    window, pair = int(document["window"]), document.get("record_pair")
     if pair is not None:
         first, second = (tuple(map(float, record)) for record in pair)
         pair = first, second

@@ -126,7 +126,7 @@ class ServiceClients:
             (capture,) = (await self.eavesdropper.ListCaptures(request, timeout=_CALL_TIMEOUT_S)).captures
         except (grpc.aio.AioRpcError, ValueError):  # the list of captures shows the error; or no such capture
             return None
-        return {(way.sender, way.receiver): (way.messages, way.bytes) for way in capture.ways} or None
+        return {(each.sender, each.receiver): (each.messages, each.bytes) for each in capture.channels} or None
 
     async def _call_coordinator(self, call: Awaitable[T]) -> T:
         return await _answer(call, f"the coordinator at {self.addresses.coordinator}")
