@@ -128,7 +128,7 @@ async def take(part: SourcePartition, count: int, after: int = -1, *, keep: bool
 
 def options_of(scheme: str, port: int, names: str, **more: Any) -> dict[str, Any]:
     """Arguments of `open_url`: a URL with settings, and attributes of the source."""
-    own: dict[str, Any] = {name: more.pop(name) for name in ("access", "patience_s", "position") if name in more}
+    own: dict[str, Any] = {name: more.pop(name) for name in ("credentials", "patience_s", "position") if name in more}
     query = "&".join(f"{name.rstrip('_')}={quote(str(value), safe='')}" for name, value in more.items() if value)
     return {"url": f"{scheme}://127.0.0.1:{port}/{names}?{query}", **own}
 

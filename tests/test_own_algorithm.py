@@ -102,7 +102,7 @@ def test_the_example_runs_in_the_simulator_and_as_services(folder: Path) -> None
     summary = json.loads((folder / "ran" / "summary.json").read_text(encoding="utf-8"))
 
     assert summary["state"] == "finished"
-    assert [learner["rounds"] for learner in summary["learners"]] == [20, 20, 20]
+    assert [learner["rounds_done"] for learner in summary["learners"]] == [20, 20, 20]
     assert all(
         learner["epsilon_spent"] == pytest.approx(learner["epsilon_record_use"]) for learner in summary["learners"]
     )

@@ -86,7 +86,8 @@ async def test_text_of_others_is_text(browser: Browser) -> None:
 
 
 async def test_a_run_whose_coordinator_does_not_answer_is_not_said_to_run(browser: Browser) -> None:
-    async with shown(browser, a_page(gone=True, problems=(ConsoleProblem("nobody is there", NOON),))) as (seen, told):
+    stale = a_page(is_stale=True, problems=(ConsoleProblem("nobody is there", NOON),))
+    async with shown(browser, stale) as (seen, told):
         await expect(seen.locator("#state")).to_have_text("no answer")
         await expect(seen.locator("#problems")).to_contain_text("nobody is there")
         await expect(seen.locator("body.stale")).to_have_count(1)

@@ -209,7 +209,7 @@ def _session(shape: Shape, own: Greeting, neighbour: int) -> Session:
         codec=codec_of(shape),
         links={neighbour: link},
         plan=plan_of(shape, own.learner),
-        _late_s=run.spec.clock.staleness_timeout_s,
+        _staleness_timeout_s=run.spec.clock.staleness_timeout_s,
         state_machine=SimpleNamespace(rounds_committed=own.said, rounds_done=own.done),
     )
     bare.require_log_complete = lambda j, asked: Session.require_log_complete(bare, j, asked)

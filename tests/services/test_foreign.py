@@ -176,7 +176,7 @@ async def test_a_weak_claim_is_amber_and_a_page_that_fails_loses_no_result(
     def broken(*_: object) -> None:
         raise ValueError("no such figure")
 
-    monkeypatch.setattr(auditing, "_foreign_page", broken)
+    monkeypatch.setattr(auditing, "_build_page", broken)
     capsys.readouterr()
     assert audit_foreign_captures(asked, tmp_path / "broken") == 3
     out, err = capsys.readouterr()

@@ -103,7 +103,7 @@ async def test_each_learner_of_a_process_has_its_own_policy_and_identity(tmp_pat
         identities.at(f"learner/{name}")
     elsewhere, strict = tmp_path / "cleo", tmp_path / "strict.yaml"
     (tmp_path / "identities" / "learner-cleo").rename(elsewhere)
-    strict.write_text("epsilon_per_run: null\nguarantees: {threat_model: output}\nmost_rounds: 3\n", encoding="utf-8")
+    strict.write_text("epsilon_per_run: null\nguarantees: {threat_model: output}\nmax_rounds: 3\n", encoding="utf-8")
     operator = identities.of(OPERATOR)
     async with coordinating(identities.of("coordinator/main")) as address:
         document = {
@@ -158,7 +158,7 @@ async def test_a_learner_that_is_refused_is_told_of_and_leaves_the_others_in_pea
     assert (line["learner"], line["others"]) == ("ben", 2)
     assert "'ben' has joined with another state folder than this one" in line["reason"]
     assert outcome.state == "finished"
-    assert (code, last) == (2, "sottovoce: 1 of 3 learners had ended before, the log says why: ben")
+    assert (code, last) == (2, "sottovoce: 1 of 3 learners had ended before, see the log for the reasons: ben")
 
 
 async def test_all_start_or_none(tmp_path: Path) -> None:

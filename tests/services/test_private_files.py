@@ -61,8 +61,8 @@ async def test_what_learners_and_eavesdroppers_write_is_their_users_alone(tmp_pa
         outcome = await asyncio.wait_for(running, PATIENCE_S)
         assert {
             name: len(list(folder.rglob("*"))) > 2 for name, folder in folders_of(tmp_path).items()
-        } == dict.fromkeys(("journals", "captures", "logs", "identities"), True)
-        found = [each for name in ("journals", "captures") for each in left_lying(tmp_path / name)]
+        } == dict.fromkeys(("learner-state", "captures", "logs", "identities"), True)
+        found = [each for name in ("learner-state", "captures") for each in left_lying(tmp_path / name)]
         keys = [each for each in left_lying(tmp_path / "identities") if ".key " in each]
         reached = [
             each
