@@ -79,7 +79,7 @@ async def test_a_run_of_processes_in_numbers_and_traces(tmp_path: Path, monkeypa
 
     traces = defaultdict[bytes, set[Any]](set)
     for span, _ in rounds(found):
-        traces[span.compute_trace_id].add(facts(span)["sottovoce.learner"])
+        traces[span.trace_id].add(facts(span)["sottovoce.learner"])
     assert traces == {
         Tracing.compute_trace_id(outcome.run_id, t).to_bytes(16, "big"): set(names) for t in range(0, ROUNDS, 2)
     }

@@ -89,10 +89,10 @@ async def test_a_round_is_one_trace_with_spans_of_all_learners(tmp_path: Path, m
     seen = defaultdict[bytes, set[tuple[Any, Any, Any]]](set)
     for span, steps in rounds(found):
         own = facts(span)
-        seen[span.compute_trace_id].add((own["sottovoce.learner"], own["sottovoce.run"], own["sottovoce.round"]))
+        seen[span.trace_id].add((own["sottovoce.learner"], own["sottovoce.run"], own["sottovoce.round"]))
         assert set(own) == {"sottovoce.learner", "sottovoce.run", "sottovoce.round"} and not span.parent_span_id
         assert set(steps) == {*STEPS, "write_log"}
-        assert {each.compute_trace_id for each in steps.values()} == {span.compute_trace_id}
+        assert {each.trace_id for each in steps.values()} == {span.trace_id}
         assert not any(each.events or each.links or each.status.message for each in (span, *steps.values()))
         assert not any(each.attributes for each in steps.values())
         times = [steps[name].start_time_unix_nano for name in STEPS] + [steps[STEPS[-1]].end_time_unix_nano]
@@ -140,7 +140,7 @@ def test_runs_and_rounds_have_traces_of_their_own() -> None:
 
 def test_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
-    with pytest.raises(SpecError, match="must say grpc, got http/protobuf"):
+    with pytest.raises(SpecError, match="must be grpc, got http/protobuf"):
         Tracing()
 
 
