@@ -156,12 +156,12 @@ from pathlib import Path
 import grpc
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
 async def main():
     own = Credentials(Path("/etc/sottovoce/identity"))
-    async with channel("{whom}:7401", Role.LEARNER, "{whom}", credentials=own) as to:
+    async with open_channel("{whom}:7401", Role.LEARNER, "{whom}", credentials=own) as to:
         try:
             await learner_pb2_grpc.LearnerStub(to).GetStatus(learner_pb2.GetStatusRequest(), timeout=20)
             print("answered")

@@ -27,7 +27,7 @@ from pathlib import Path
 import grpc
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 from google.protobuf.json_format import MessageToDict
 
@@ -35,7 +35,7 @@ async def main(names):
     own = Credentials(Path("/etc/sottovoce/identity"))
     found = {}
     for name in names:
-        async with channel(f"{name}:7401", Role.LEARNER, name, credentials=own) as to:
+        async with open_channel(f"{name}:7401", Role.LEARNER, name, credentials=own) as to:
             try:
                 answer = await learner_pb2_grpc.LearnerStub(to).GetStatus(learner_pb2.GetStatusRequest(), timeout=20)
                 found[name] = MessageToDict(answer.status, preserving_proto_field_name=True)

@@ -47,11 +47,11 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
             cannot be used.
         Unavailable: the address does not answer.
 
-        >>> import asyncio
-        >>> async def main() -> None:
-        ...     async with connect_learner("host:7001", source="ward 3") as learner:
-        ...         await learner.feed([{"age": 61, "ward": "icu", "outcome": "home"}])
-        ...         print((await learner.predict([{"age": 70, "ward": "icu"}])).labels)
+    >>> import asyncio
+    >>> async def main() -> None:
+    ...     async with connect_learner("host:7001", source="ward 3") as learner:
+    ...         await learner.feed([{"age": 61, "ward": "icu", "outcome": "home"}])
+    ...         print((await learner.predict([{"age": 70, "ward": "icu"}])).labels)
     """
 
     def __init__(

@@ -107,14 +107,14 @@ class PrequentialEvaluation:
         drifts: number of records after which each drift was detected; the latest thousand.
         calibration: calibration of probabilities.
 
-        >>> class Right:
-        ...     count = 0
-        ...     def update(self, y_true, y_pred):
-        ...         self.count += y_true == y_pred
-        >>> evaluation = PrequentialEvaluation(right := Right())
-        >>> evaluation.update(["home", "died"], Prediction(["home", "home"], np.zeros(2), rounds_done=3))
-        >>> right.count, evaluation.records
-        (1, 2)
+    >>> class Right:
+    ...     count = 0
+    ...     def update(self, y_true, y_pred):
+    ...         self.count += y_true == y_pred
+    >>> evaluation = PrequentialEvaluation(right := Right())
+    >>> evaluation.update(["home", "died"], Prediction(["home", "home"], np.zeros(2), rounds_done=3))
+    >>> right.count, evaluation.records
+    (1, 2)
     """
 
     def __init__(self, *metrics: _Metric | Sequence[_Metric], drift: _Drift | None = None, bins: int = 10) -> None:
