@@ -430,6 +430,13 @@ def test_whatever_is_drawn_is_a_path_that_browsers_draw(data: st.DataObject, log
     assert wrong_paths(text) == []
 
 
+@pytest.mark.parametrize("kind", ["dots", "area"])
+def test_a_logarithmic_axis_along_which_nothing_is_drawn_has_limits(kind: Any) -> None:
+    drawn = PlotMark(kind, np.ones(1), np.full(1, math.nan), "wards", low=np.ones(1))  # a warning would be an error
+    text = str(Figure("f", "F", [drawn], (PlotView("", Axis("x", log=True), Axis("y", log=True)),)).__html__())
+    assert wrong_paths(text) == []
+
+
 @pytest.mark.parametrize("y", [[1.0], [1.0, math.nan, 2.0, 3.0], [math.nan, 1.0, math.nan], [math.nan, math.nan]])
 def test_a_point_between_two_gaps_does_not_end_a_path(y: list[float]) -> None:
     drawn = Figure(

@@ -314,7 +314,7 @@ def _set_axis(axes: Any, which: str, settings: Axis, values: Sequence[FloatArray
     axes.autoscale(axis=which)
     getattr(axes, f"set_{which}label")(settings.title)
     if settings.log:
-        if not (known > 0).any():  # Matplotlib warns if it has to choose the limits
+        if math.isinf(getattr(axes.dataLim, f"minpos{which}")):  # nothing positive is drawn: Matplotlib would warn
             low, high = low or 1.0, high or 10.0
             getattr(axes, f"set_{which}lim")(low, high)
         getattr(axes, f"set_{which}scale")("log")
