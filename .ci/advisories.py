@@ -1,7 +1,8 @@
-"""Check locked dependencies against advisories: `python advisories.py [--service osv] LOCK...`, by pip-audit (to be installed).
+"""Check of locked dependencies against advisories: `python advisories.py [--service osv] LOCK...`. Needs pip-audit.
 
-Every locked version is looked up, also those of other platforms and Pythons. Exits with 1 if there is an advisory, and with 2
-if the database did not answer for every package: pip-audit by itself reports that as "no known vulnerabilities".
+The script looks up every locked version, also those of other platforms and Python versions. It exits with 1 if there is an
+advisory, and with 2 if the database did not answer for every package: pip-audit alone reports that case as
+"no known vulnerabilities".
 """
 
 from __future__ import annotations

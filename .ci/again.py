@@ -1,8 +1,8 @@
-"""Run failed tests once more, alone: `again.py FOLDER`, where FOLDER is the cache directory of a pytest that ended with 1.
+"""Second run of failed tests, alone: `again.py FOLDER`, where FOLDER is the cache directory of a pytest that exited with 1.
 
-Tests of real processes share the machine with other work, such as CI's other lane. A test that fails there and passes alone is
-reported as UNSTEADY, also at the end of CI: it hides a defect of the test or of the product. Failures of tests of the pure core,
-and more than three failures, are not repeated.
+Tests of real processes share the machine with other work, such as the other lane of CI. A test that fails there and passes alone
+is reported as UNSTEADY, also at the end of CI: it hides a defect of the test or of the product. The script does not repeat
+failures of tests of the pure core, or more than three failures.
 """
 
 from __future__ import annotations
@@ -14,17 +14,24 @@ import sys
 from pathlib import Path
 
 MAX_REPEATED = 3
-OF_PROCESSES = ("tests/client/", "tests/deploy/", "tests/lab/", "tests/observability/", "tests/rpc/", "tests/services/")
+PROCESS_TESTS = (
+    "tests/client/",
+    "tests/deploy/",
+    "tests/lab/",
+    "tests/observability/",
+    "tests/rpc/",
+    "tests/services/",
+)
 
 
 def main() -> int:
     """Return pytest's exit code: 0 if no test failed, or all failed tests pass alone."""
     cache = Path(sys.argv[1])
-    lasting = cache / "v" / "cache" / "lastfailed"
-    failed = sorted(json.loads(lasting.read_text(encoding="utf-8"))) if lasting.exists() else []
+    last_failed = cache / "v" / "cache" / "lastfailed"
+    failed = sorted(json.loads(last_failed.read_text(encoding="utf-8"))) if last_failed.exists() else []
     if not failed:
         return 0
-    if len(failed) > MAX_REPEATED or not all(name.startswith(OF_PROCESSES) for name in failed):
+    if len(failed) > MAX_REPEATED or not all(name.startswith(PROCESS_TESTS) for name in failed):
         return 1
     environment = {**os.environ, "PYTEST_ADDOPTS": ""}
     code = subprocess.run(

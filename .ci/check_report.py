@@ -1,9 +1,9 @@
-"""Look at an HTML report as a reader's browser does: `python check_report.py report.html [--screenshot report.png]`.
+"""Check of an HTML report in a browser: `python check_report.py report.html [--screenshot report.png]`.
 
-Opens the page in headless Chromium and insists that
-1. the console stays silent: whatever a script complains about lands there;
-2. there are plots, and every one of them was drawn;
-3. the page loads nothing from elsewhere: it can be mailed and archived as one file.
+The script opens the page in headless Chromium and requires that
+1. the console is empty: errors of scripts appear there;
+2. the page has plots, and every plot is drawn;
+3. the page loads no other file: a reader can mail and archive it as one file.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ CONSOLE = re.compile(r":CONSOLE[:(]\d+\)?\] (.*)")
 # An address that loads no other file: empty, an anchor on the page, or inline data.
 LOCAL = re.compile(r"\s*(?:$|#|data:|blob:|about:)", re.IGNORECASE)
 REMOTE_STYLE = re.compile(r"(?:url\(|@import)\s*[\"']?\s*(?:https?:)?//[^\"')\s]*", re.IGNORECASE)
-# Elements without an end tag, which therefore hold nothing.
 DRAWN = {"path", "image", "circle"}
+# Elements without an end tag, which have no content.
 VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
 
 
 class Page(HTMLParser):
-    """Plots of the page, which of them were drawn, and addresses of remote resources."""
+    """Parser that collects the plots of a page, whether each is drawn, and the addresses of remote resources."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.plots: dict[str, bool] = {}
-        """True for each drawn plot, by id."""
+        """Whether each plot is drawn, by id."""
         self.remote: list[str] = []
         self._open: list[tuple[str, str | None]] = []
-        """Open elements: the tag, and the plot that it begins, if it does."""
+        """Open elements: the tag, and the id of the plot if the element is one."""
         self.feed(html)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note plots, drawings and addresses."""
+        """Record plots, drawings and addresses."""
         values = {name: value or "" for name, value in attrs}
         classes = values.get("class", "").split()
         plot = None
@@ -48,32 +48,32 @@ class Page(HTMLParser):
             plot = values.get("id", f"plot {len(self.plots)}")
             self.plots[plot] = False
         if tag in DRAWN:
-            self.plots.update((around, True) for _, around in self._open if around is not None)
+            self.plots.update((ancestor, True) for _, ancestor in self._open if ancestor is not None)
         if tag not in VOID:
             self._open.append((tag, plot))
-        self._note_remote(tag, values)
+        self._record_remote(tag, values)
 
     def handle_endtag(self, tag: str) -> None:
-        """Leave the innermost open element of this name, and all elements left open in it."""
+        """Close the innermost open element of this name, and all elements still open in it."""
         tags = [name for name, _ in self._open]
         if tag in tags:
             del self._open[len(tags) - 1 - tags[::-1].index(tag) :]
 
     def handle_data(self, data: str) -> None:
-        """Note addresses in style sheets."""
+        """Record addresses in style sheets."""
         if self._open and self._open[-1][0] == "style":
             self.remote.extend(REMOTE_STYLE.findall(data))
 
-    def _note_remote(self, tag: str, values: dict[str, str]) -> None:
+    def _record_remote(self, tag: str, values: dict[str, str]) -> None:
         loaded = ["src", "srcset", "poster"]
-        if tag not in {"a", "area"}:  # a link that the reader may follow loads nothing
+        if tag not in {"a", "area"}:  # a link that the reader can follow loads nothing
             loaded += ["href", "xlink:href"]
         self.remote.extend(f"<{tag} {name}={values[name]}>" for name in loaded if not LOCAL.match(values.get(name, "")))
         self.remote.extend(REMOTE_STYLE.findall(values.get("style", "")))
 
 
 def browse(chromium: str, report: Path, *action: str) -> subprocess.CompletedProcess[str]:
-    """Open the report with a profile of its own, let its scripts run, and do the action (dump or screenshot)."""
+    """Open the report in Chromium with a new profile, run its scripts, and do the action (dump or screenshot)."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         command = [
             chromium,
@@ -101,13 +101,13 @@ def problems(page: Page, log: str) -> list[str]:
         *(f"console: {text}" for text in CONSOLE.findall(log)),
         *([] if page.plots else ["no plots on the page"]),
         *(f"plot was not drawn: {plot}" for plot, drawn in page.plots.items() if not drawn),
-        *(f"loaded from elsewhere: {what}" for what in page.remote),
+        *(f"loaded from elsewhere: {resource}" for resource in page.remote),
     ]
 
 
 def main() -> int:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description="Look at an HTML report as a reader's browser does.")
+    """Run the command; return 1 if the report has a problem."""
+    parser = argparse.ArgumentParser(description="Check an HTML report in a browser.")
     parser.add_argument("report", type=Path)
     parser.add_argument("--screenshot", type=Path, help="also write a picture of the page here (PNG)")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
-"""Compare the coverage of every package with its floor: `python floors.py coverage.json`, a file of `coverage json`.
+"""Check of the coverage of every package against its floor: `python floors.py coverage.json`, a file of `coverage json`.
 
-A floor is just below the measured coverage. It is raised with the coverage, and lowered only by a change that gives a reason.
+A floor is just below the measured coverage. Raise it with the coverage; lower it only with a reason.
 """
 
 from __future__ import annotations

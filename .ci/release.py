@@ -1,11 +1,11 @@
-"""The steps of a release that touch the repository; noxfile.py's session `release` runs them in order, with the checks between.
+"""Release steps that change the repository. The session `release` of noxfile.py runs them in order, with the checks between them.
 
     python .ci/release.py prepare     # on a clean tree: write the version and its date into the files; prints the version
     python .ci/release.py tag         # commit what `prepare` changed, signed off, and tag it
     python .ci/release.py last        # print the last release, which this version must work with
 
-The topmost heading of CHANGELOG.md, `## 1.2.3 - unreleased`, names the version. Nothing is committed before the checks have
-passed: `git restore .` undoes `prepare`.
+The first heading of CHANGELOG.md, `## 1.2.3 - unreleased`, names the version. `prepare` commits nothing, because the checks run
+after it: `git restore .` undoes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def replace_line(path: str, pattern: str, by: str) -> None:
     """Replace a line that occurs exactly once in a file.
 
     Raises:
-        SystemExit: it does not.
+        SystemExit: the line occurs never or more than once.
     """
     file = Path(path)
     text, n = re.subn(pattern, by, file.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -37,7 +37,7 @@ def replace_line(path: str, pattern: str, by: str) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def topmost() -> tuple[str, str, str]:
+def read_newest_section() -> tuple[str, str, str]:
     """Return version, date and text of the newest section of the changelog."""
     text = Path("CHANGELOG.md").read_text(encoding="utf-8")
     found = HEADING.search(text)
@@ -52,11 +52,11 @@ def last_release() -> str | None:
     return next(iter(git("tag", "--merged", "HEAD", "--list", "v*", "--sort=-v:refname").splitlines()), None)
 
 
-def last() -> None:
+def print_last_release() -> None:
     """Print the last release.
 
     Raises:
-        SystemExit: this clone has none.
+        SystemExit: this clone has no release tag.
     """
     print(
         last_release()
@@ -65,14 +65,14 @@ def last() -> None:
 
 
 def prepare() -> None:
-    """Write version and date, if all checks pass.
+    """Write version and date into the files, if all checks pass.
 
     Raises:
-        SystemExit: it is not.
+        SystemExit: the tree has changes, the version is released already, or the wire format breaks the last release.
     """
     if git("status", "--porcelain"):
         sys.exit("the tree is not clean: commit or stash first")
-    version, date, _ = topmost()
+    version, date, _ = read_newest_section()
     if date != "unreleased":
         sys.exit(f"CHANGELOG.md says that {version} was released on {date}: begin a section for the next version")
     if git("tag", "--list", f"v{version}"):
@@ -93,16 +93,16 @@ def prepare() -> None:
 
 def tag() -> None:
     """Commit and tag the changes of `prepare`, both signed off; the tag has the text of the changelog's section."""
-    version, _, text = topmost()
+    version, _, text = read_newest_section()
     signed = f"Signed-off-by: {git('config', 'user.name')} <{git('config', 'user.email')}>"
     git("commit", "--all", "--signoff", "--message", f"Release {version}")
-    # `verbatim`: the changelog's headings begin with what git takes for a comment.
+    # `verbatim`: headings of the changelog begin with git's comment character.
     git("tag", "--annotate", "--cleanup=verbatim", f"v{version}", "--message", f"{version}\n\n{text}\n\n{signed}\n")
     print(f"tagged v{version}")
 
 
 if __name__ == "__main__":
-    steps = {"prepare": prepare, "tag": tag, "last": last}
+    steps = {"prepare": prepare, "tag": tag, "last": print_last_release}
     if len(sys.argv) != 2 or sys.argv[1] not in steps:
         sys.exit(__doc__)
     steps[sys.argv[1]]()

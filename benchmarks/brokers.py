@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""How many messages a second come from one NATS into learners, each fed with a subject of its own.
+"""Benchmark of the messages/s from one NATS server into learners, each of which reads its own subject.
 
-A server of this machine, with JetStream on disk; a process that publishes, whose start is counted; and the feeders of all
-learners in this one. By default learners are real, in processes of their own, and take records of three fields; with `--bare`
-there are none: feeders read, and tell the server what they have. Nothing is asserted.
+The server runs on this machine, with JetStream on disk. A process publishes; its start is included in the time. This process runs
+the feeders of all learners. By default learners are real, in their own processes, and receive records of three fields; with
+`--bare` there are no learners: feeders read and acknowledge. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ SCHEMA = {
     "label": {"name": "outcome", "type": "category", "categories": ["home", "died"]},
 }
 GOAL = 5_000
-MOST_PROCESSES = 5
+MAX_PROCESSES = 5
 
 
 def publish(address: str, learners: int, messages: int) -> None:
-    """So many, in turn to each learner, as fast as the server takes them."""
+    """Publish messages to each learner in turn, as fast as the server accepts them."""
 
-    async def all_of_them() -> None:
+    async def publish_all() -> None:
         connection = await nats.connect(address)
         js = connection.jetstream(publish_async_max_pending=1_000)
         for k in range(messages):
@@ -60,20 +60,20 @@ def publish(address: str, learners: int, messages: int) -> None:
         await js.publish_async_completed()
         await connection.close()
 
-    asyncio.run(all_of_them())
+    asyncio.run(publish_all())
 
 
-def published(address: str, learners: int, messages: int) -> multiprocessing.process.BaseProcess:
-    """By a process of its own."""
+def start_publisher(address: str, learners: int, messages: int) -> multiprocessing.process.BaseProcess:
+    """Start a process that publishes the messages."""
     process = multiprocessing.get_context("spawn").Process(target=publish, args=(address, learners, messages))
     process.start()
     return process
 
 
-async def bare(address: str, learners: int, messages: int) -> None:
-    """Feeders without learners, until each has its messages."""
+async def read_without_learners(address: str, learners: int, messages: int) -> None:
+    """Run feeders without learners until each has read its messages."""
 
-    async def one(part: Any) -> None:
+    async def read_part(part: Any) -> None:
         left = messages // learners
         async for each in part.read(-1):
             await part.keep(each[-1].position)
@@ -84,30 +84,30 @@ async def bare(address: str, learners: int, messages: int) -> None:
     async with AsyncExitStack() as stack:
         urls = [f"nats://{address}/wards?subject=wards.{k}&group=bench-{k}" for k in range(learners)]
         parts = [(await stack.enter_async_context(open_source(NATS.parse_url(url))))[0] for url in urls]
-        await asyncio.gather(*map(one, parts))
+        await asyncio.gather(*map(read_part, parts))
 
 
-async def into_learners(address: str, names: Sequence[str], services: LocalServices, messages: int) -> None:
-    """Feeders into real learners, until these have all."""
+async def feed_learners(address: str, names: Sequence[str], services: LocalServices, messages: int) -> None:
+    """Feed real learners until they have all messages."""
     stop, accounts = asyncio.Event(), [FeedCounters() for _ in names]
 
-    async def one(k: int, name: str) -> None:
+    async def feed_one(k: int, name: str) -> None:
         async with open_source(NATS.parse_url(f"nats://{address}/wards?subject=wards.{k}&group={name}")) as parts:
             await feed(parts, FeedTarget(services.learner_addresses[name]), FeedOptions(), accounts[k], stop)
 
-    feeding = [asyncio.ensure_future(one(k, name)) for k, name in enumerate(names)]
-    while sum(each.records_fed for each in accounts) < messages:  # noqa: ASYNC110 - counts are no events
+    feeding = [asyncio.ensure_future(feed_one(k, name)) for k, name in enumerate(names)]
+    while sum(each.records_fed for each in accounts) < messages:  # noqa: ASYNC110 - counters send no events
         await asyncio.sleep(0.01)
     stop.set()
     await asyncio.gather(*feeding)
 
 
-async def not_yet(_: Exception) -> None:
-    """The server begins."""
+async def ignore_error(_: Exception) -> None:
+    """Ignore an error while the server starts."""
 
 
-async def measured(learners: int, messages: int, *, real: bool) -> float:
-    """Messages/s, published and read at the same time."""
+async def measure_rate(learners: int, messages: int, *, real: bool) -> float:
+    """Return messages/s, published and read at the same time."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
         found.close()
@@ -115,24 +115,24 @@ async def measured(learners: int, messages: int, *, real: bool) -> float:
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
         address = f"127.0.0.1:{port}"
         try:
-            connection = await nats.connect(address, reconnect_time_wait=0.1, error_cb=not_yet)
+            connection = await nats.connect(address, reconnect_time_wait=0.1, error_cb=ignore_error)
             await connection.jetstream().add_stream(name="wards", subjects=["wards.>"])
             await connection.close()
             if not real:
-                process, began = published(address, learners, messages), time.monotonic()
-                await bare(address, learners, messages)
-                took = time.monotonic() - began
+                process, began = start_publisher(address, learners, messages), time.monotonic()
+                await read_without_learners(address, learners, messages)
+                seconds = time.monotonic() - began
             else:
-                process, took = await with_learners(address, learners, messages, Path(folder))
+                process, seconds = await measure_with_learners(address, learners, messages, Path(folder))
             process.join()
-            return messages / took
+            return messages / seconds
         finally:
             server.kill()
             server.wait()
 
 
-async def with_learners(address: str, learners: int, messages: int, folder: Path) -> tuple[Any, float]:
-    """The publisher, and seconds until learners have all."""
+async def measure_with_learners(address: str, learners: int, messages: int, folder: Path) -> tuple[Any, float]:
+    """Feed learners of a run; return the publisher, and seconds until learners have all messages."""
     names, stop = [f"ward-{k}" for k in range(learners)], asyncio.Event()
     document = {
         "rounds": 1_000_000,
@@ -142,12 +142,12 @@ async def with_learners(address: str, learners: int, messages: int, folder: Path
         "clock": {"mode": "paced", "period_s": 1.0},
     }
     spec = parse_spec(document, allow_imports=False)
-    async with LocalServices(spec, folder, learners_per_process=-(-learners // MOST_PROCESSES)) as services:
+    async with LocalServices(spec, folder, learners_per_process=-(-learners // MAX_PROCESSES)) as services:
         data = prepare(spec, live=True).data
         running = asyncio.ensure_future(run_on_services(services.coordinator, spec, data, lambda *_: None, stop))
-        process, began = published(address, learners, messages), time.monotonic()
+        process, began = start_publisher(address, learners, messages), time.monotonic()
         try:
-            await into_learners(address, names, services, messages)
+            await feed_learners(address, names, services, messages)
             return process, time.monotonic() - began
         finally:
             stop.set()
@@ -155,18 +155,18 @@ async def with_learners(address: str, learners: int, messages: int, folder: Path
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--learners", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--messages", type=int, default=20_000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--bare", action="store_true", help="Without learners.")
+    parser.add_argument("--bare", action="store_true", help="Run feeders without learners.")
     given = parser.parse_args()
     assert shutil.which("nats-server"), "nats-server is not installed"
     table = Table("learners", "messages/s", "least", "most")
     for learners in given.learners:
         messages = given.messages // learners * learners
-        found = [asyncio.run(measured(learners, messages, real=not given.bare)) for _ in range(given.repeats)]
+        found = [asyncio.run(measure_rate(learners, messages, real=not given.bare)) for _ in range(given.repeats)]
         table.add_row(str(learners), *(f"{each:,.0f}" for each in (statistics.median(found), min(found), max(found))))
     console = Console(width=100)
     console.print(table)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw what grows with learners, parameters, rounds and rates of records, as the others here measured it: docs/images/scale.svg.
+"""Plot of costs by number of learners, parameters, rounds and rate of records, from measured data: docs/images/scale.svg.
 
 python benchmarks/hosting.py 5 20 50 200 1000 --json benchmarks/measured/learners.json
 python benchmarks/ring.py scale --rounds 200  --json benchmarks/measured/parameters.json
@@ -31,7 +31,7 @@ LOOK = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "s
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """One panel: a title with the unit, and curves by name over the same points."""
+    """Panel of the plot: a title with the unit, and curves by name over the same points."""
 
     title: str
     curves: Mapping[str, Sequence[float]]
@@ -39,31 +39,31 @@ class Curves:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What grows, and the panels below it: processor time, memory, and one more."""
+    """Column of panels over one variable: CPU time, memory, and one more."""
 
-    what: str
+    label: str
     points: Sequence[float]
     panels: tuple[Curves, ...]
 
 
-def learners(found: Mapping[str, Any]) -> Column:
-    """Of `hosting.py`."""
+def build_learners(found: Mapping[str, Any]) -> Column:
+    """Build the column from the results of `hosting.py`."""
     samples = found["samples"]
-    of = {name: [s[name] for s in samples] for name in samples[0] if name != "case"}
-    cpu = {"host": of["host_us"], "coordinator": of["coordinator_us"]}
+    series = {name: [s[name] for s in samples] for name in samples[0] if name != "case"}
+    cpu = {"host": series["host_us"], "coordinator": series["coordinator_us"]}
     return Column(
         "learners, in one process",
         [s["case"]["learners"] for s in samples],
         (
             Curves("CPU, µs a learner-round", cpu),
-            Curves("memory, MB a learner", {"host": of["memory_mb"]}),
-            Curves("from start to, s", {"all in the run": of["joined_s"], "first round": of["running_s"]}),
+            Curves("memory, MB a learner", {"host": series["memory_mb"]}),
+            Curves("from start to, s", {"all in the run": series["joined_s"], "first round": series["running_s"]}),
         ),
     )
 
 
-def parameters(found: Mapping[str, Any]) -> Column:
-    """Of `ring.py scale`; a learner says two messages a round."""
+def build_parameters(found: Mapping[str, Any]) -> Column:
+    """Build the column from the results of `ring.py scale`; a learner sends two messages a round."""
     samples = found["scale"]
     cpu = {role: [2 * s["cpu_us"][role] for s in samples] for role in ("learner", "eavesdropper")}
     memory = {role: [s["peak_mb"][role] for s in samples] for role in ("learner", "eavesdropper", "coordinator")}
@@ -76,8 +76,8 @@ def parameters(found: Mapping[str, Any]) -> Column:
     return Column("numbers in a message", [s["dim"] for s in samples], panels)
 
 
-def rounds(found: Mapping[str, Any]) -> Column:
-    """Of `ring.py rounds`."""
+def build_rounds(found: Mapping[str, Any]) -> Column:
+    """Build the column from the results of `ring.py rounds`."""
     samples = found["long"]
     cpu = {
         "learner": [s["cpu_us"]["learner"] for s in samples],
@@ -90,8 +90,8 @@ def rounds(found: Mapping[str, Any]) -> Column:
     return Column("rounds", [s["rounds"] for s in samples], panels)
 
 
-def records(found: Mapping[str, Any]) -> Column:
-    """Of `ingest.py --rates`; without records nothing can be drawn on a scale of powers."""
+def build_records(found: Mapping[str, Any]) -> Column:
+    """Build the column from the results of `ingest.py --rates`; a logarithmic axis has no rate 0."""
     samples = [s for s in found["rates"] if s["rate"]]
     panels = (
         Curves("CPU of a learner, ms a second", {"": [1e3 * s["cpu"] for s in samples]}),
@@ -101,54 +101,53 @@ def records(found: Mapping[str, Any]) -> Column:
     return Column("records a second", [s["rate"] for s in samples], panels)
 
 
-COLUMNS = {"learners": learners, "parameters": parameters, "rounds": rounds, "records": records}
+COLUMNS = {"learners": build_learners, "parameters": build_parameters, "rounds": build_rounds, "records": build_records}
 
 
 def draw(columns: Sequence[Column], path: Path) -> None:
-    """All panels, what grows from left to right; the same numbers give the same bytes."""
+    """Draw all panels; the same numbers give the same bytes."""
     with matplotlib.rc_context(LOOK):
         figure = Figure(figsize=(12.5, 8), layout="constrained")
         grid = figure.subplots(3, len(columns), squeeze=False)
         for k, column in enumerate(columns):
             for axes, curves in zip(grid[:, k], column.panels, strict=False):
-                panel(axes, column, curves)
+                draw_panel(axes, column, curves)
             for axes in grid[len(column.panels) :, k]:
                 axes.set_axis_off()
         figure.savefig(path, metadata={"Date": None})
 
 
-def panel(axes: Axes, column: Column, curves: Curves) -> None:
-    """Both axes are of powers of ten, from 0.3 of the least to three times the most, so that what is flat looks flat."""
+def draw_panel(axes: Axes, column: Column, curves: Curves) -> None:
+    """Draw a panel with logarithmic axes, from 0.3 of the minimum to 3 times the maximum, so that flat curves look flat."""
     for (name, values), colour in zip(curves.curves.items(), COLOURS, strict=False):
-        measurable = [
-            value or float("nan") for value in values
-        ]  # less than a tick of the clock is nowhere on a log scale
+        # A value of 0, which is less than a clock tick, is not on a logarithmic axis.
+        measurable = [value or float("nan") for value in values]
         axes.plot(column.points, measurable, "o-", color=colour, markersize=4, linewidth=1.5, label=name)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    everything = [value for values in curves.curves.values() for value in values if value > 0]
-    axes.set_ylim(0.3 * min(everything), 3 * max(everything))
-    if max(everything) < 30 * min(everything):
+    all_values = [value for values in curves.curves.values() for value in values if value > 0]
+    axes.set_ylim(0.3 * min(all_values), 3 * max(all_values))
+    if max(all_values) < 30 * min(all_values):
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(short))
+        axis.set_major_formatter(FuncFormatter(format_short))
         axis.set_minor_formatter(NullFormatter())
     axes.set_title(curves.title, fontsize=9, loc="left")
-    axes.set_xlabel(column.what)
+    axes.set_xlabel(column.label)
     axes.grid(color="#e6eaee")
     axes.set_axisbelow(True)
     if all(curves.curves):
         axes.legend(frameon=False, fontsize=8)
 
 
-def short(value: float, _: int) -> str:
-    """10k for 10,000, and 2M for two million."""
+def format_short(value: float, _: int) -> str:
+    """Format a number: 10k for 10,000, and 2M for two million."""
     size, sign = next(((size, sign) for size, sign in ((1e6, "M"), (1e3, "k")) if value >= size), (1.0, ""))
     return f"{value / size:g}{sign}"
 
 
 def main() -> None:
-    """Read and draw."""
+    """Read the measurements and draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=PICTURE, help="default: %(default)s")
     options = parser.parse_args()

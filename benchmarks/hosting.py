@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What learners of one process cost, and their coordinator, as they become more.
+"""Benchmark of the cost of many learners in one process, and of their coordinator, by number of learners.
 
-For each number of learners a coordinator and host processes (`sottovoce learner --host`) are started, run some rounds, and are
-stopped. Nothing is asserted: the exit code is 1 only where something could not be run.
+For each number of learners the script starts a coordinator and host processes (`sottovoce learner --host`), runs some rounds and
+stops them. Nothing is asserted: the exit code is 1 only if a case could not run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 import yaml
 from machine import write_json
-from measure import OPEN, cancelled
+from measure import OPEN, cancel_and_wait
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -57,7 +57,7 @@ console = Console() if sys.stdout.isatty() else Console(width=130)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is run: so many learners in so many processes, on a graph, over so many measured rounds."""
+    """Case of the benchmark: learners, graph, host processes, measured rounds, whether the coordinator stores its state."""
 
     learners: int
     graph: str
@@ -66,28 +66,28 @@ class Case:
     state: bool
 
     @property
-    def planned(self) -> int:
-        """Rounds of the run: as many as are measured, and as many as come before."""
-        return self.rounds + self.warm
+    def total_rounds(self) -> int:
+        """Rounds of the run: the measured ones and those before."""
+        return self.rounds + self.warmup
 
     @property
-    def warm(self) -> int:
+    def warmup(self) -> int:
         """Rounds before the measured ones."""
         return max(self.rounds // 4, 10)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measurement.
+    """Measurement of a case.
 
     Attributes:
-        listening_s, joined_s, running_s: from the start to all listening, to all in the run, to the first round done.
-        rounds_per_s: of the run.
-        host_us, coordinator_us: CPU a learner-round.
-        memory_mb: of the hosts, a learner, above a process without any.
-        descriptors: of the hosts, a learner.
-        blocked_ms: longest time that the coordinator's event loop was busy with one turn, in CPU time: at the start, and later.
-        load: of the machine.
+        listening_s, joined_s, running_s: seconds from the start until all learners listen, all are in the run, one round is done.
+        rounds_per_s: rate of the run.
+        host_us, coordinator_us: CPU microseconds per learner-round.
+        memory_mb: resident memory of the hosts per learner.
+        descriptors: file descriptors of the hosts per learner.
+        start_blocked_ms, blocked_ms: longest turn of the coordinator's event loop (CPU time) until the first round, and later.
+        load: load of the machine.
     """
 
     case: Case
@@ -104,15 +104,15 @@ class Sample:
     load: float
 
 
-# ---- what is run -----------------------------------------------------------------------------------------
+# ---- the run --------------------------------------------------------------------------------------------
 
 
-def spec_of(case: Case) -> RunSpec:
-    """The run spec: on a random sequence the algorithm is dual averaging, which takes graphs that change."""
-    names = names_of(case.learners)
+def build_spec(case: Case) -> RunSpec:
+    """Build the run spec; on a random sequence of graphs the algorithm is dual averaging, which accepts it."""
+    names = build_names(case.learners)
     document: dict[str, Any] = {
         "name": f"hosting-{case.learners}-{case.graph}",
-        "rounds": case.planned,
+        "rounds": case.total_rounds,
         "learners": names,
         "algorithm": {"name": "ldp-dol"},
         "loss": {"kind": "ridge"},
@@ -130,16 +130,16 @@ def spec_of(case: Case) -> RunSpec:
     return parse_spec(document, allow_imports=True)
 
 
-def names_of(learners: int) -> list[str]:
-    """Of all learners."""
+def build_names(learners: int) -> list[str]:
+    """Return the names of all learners."""
     return [f"ward-{i:04d}" for i in range(learners)]
 
 
-def data_of(case: Case) -> PlacedData:
-    """A record a round, of few that come again."""
+def build_data(case: Case) -> PlacedData:
+    """Build data with one record per round, from 16 records that repeat."""
     rng = np.random.default_rng(0)
     features, labels = rng.standard_normal((16, DIM)), rng.integers(0, 2, 16).astype(np.float64)
-    order, offsets = np.arange(case.planned) % 16, np.arange(case.planned + 1)
+    order, offsets = np.arange(case.total_rounds) % 16, np.arange(case.total_rounds + 1)
     own = LearnerData(features, labels, order.astype(np.int64), offsets.astype(np.int64))
     return PlacedData((own,) * case.learners, np.empty((0, DIM)), np.empty(0))
 
@@ -148,14 +148,14 @@ def data_of(case: Case) -> PlacedData:
 
 
 class Child:
-    """A process of ours, and the lines of JSON that it says."""
+    """Child process that writes lines of JSON."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self.seen = psutil.Process(process.pid)
+        self.info = psutil.Process(process.pid)
 
-    async def said(self) -> dict[str, Any]:
-        """The next line."""
+    async def read_line(self) -> dict[str, Any]:
+        """Read the next line."""
         assert self._process.stdout is not None
         async with asyncio.timeout(CALL_S):
             line = await self._process.stdout.readline()
@@ -165,19 +165,19 @@ class Child:
 
     @property
     def cpu_s(self) -> float:
-        """Used until now."""
-        times = self.seen.cpu_times()
+        """CPU seconds used until now."""
+        times = self.info.cpu_times()
         return float(times.user + times.system)
 
     async def blocked_ms(self) -> float:
-        """Of a coordinator: the longest turn of its event loop since this was asked last."""
+        """Ask a coordinator for the longest turn of its event loop since the last request."""
         self._process.send_signal(signal.SIGUSR1)
-        return float((await self.said())["blocked_ms"])
+        return float((await self.read_line())["blocked_ms"])
 
 
 @contextlib.asynccontextmanager
-async def child(*command: str, log: Path) -> AsyncIterator[Child]:
-    """A process that ends with the block."""
+async def start_child(*command: str, log: Path) -> AsyncIterator[Child]:
+    """Start a process; end it with the block."""
     with log.open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
             sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=errors, limit=2**20
@@ -195,8 +195,8 @@ async def child(*command: str, log: Path) -> AsyncIterator[Child]:
             await process.wait()
 
 
-async def coordinate(state: str) -> None:
-    """The coordinator, in a process of its own, with a look at its event loop."""
+async def serve_coordinator(state: str) -> None:
+    """Run the coordinator in this process, and measure the turns of its event loop."""
     loop, longest, before = asyncio.get_running_loop(), 0.0, time.thread_time()
 
     def beat() -> None:
@@ -205,13 +205,13 @@ async def coordinate(state: str) -> None:
         longest, before = max(longest, now - before), now
         loop.call_later(BEAT_S, beat)
 
-    def tell() -> None:
+    def report() -> None:
         nonlocal longest
         print(json.dumps({"blocked_ms": 1e3 * longest}), flush=True)
         longest = 0.0
 
     loop.call_soon(beat)
-    loop.add_signal_handler(signal.SIGUSR1, tell)
+    loop.add_signal_handler(signal.SIGUSR1, report)
     configure_logs("warning")
     await serve(CoordinatorConfig(state=Path(state) if state else None))
 
@@ -220,21 +220,21 @@ async def coordinate(state: str) -> None:
 
 
 async def measure(case: Case, folder: Path) -> Sample:
-    """Start, run, look, stop.
+    """Start the processes of a case, run it, measure, and stop them.
 
     Raises:
-        SottovoceError: it did not run.
+        SottovoceError: the case did not run.
     """
-    spec, data, began = spec_of(case), data_of(case), time.monotonic()
+    spec, data, began = build_spec(case), build_data(case), time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         state = str(folder / "coordinator") if case.state else ""
         own = [OWN, "--serve", state]
-        coordinator = await stack.enter_async_context(child(*own, log=folder / "coordinator.log"))
-        address = (await coordinator.said())["address"]
-        hosts = [await stack.enter_async_context(each) for each in hosting(case, folder, address)]
+        coordinator = await stack.enter_async_context(start_child(*own, log=folder / "coordinator.log"))
+        address = (await coordinator.read_line())["address"]
+        hosts = [await stack.enter_async_context(each) for each in start_hosts(case, folder, address)]
         for k, host in enumerate(hosts):
-            for _ in names_of(case.learners)[k :: case.hosts]:
-                await host.said()
+            for _ in build_names(case.learners)[k :: case.hosts]:
+                await host.read_line()
         listening = time.monotonic() - began
         to = await stack.enter_async_context(open_channel(address))
         request = coordinator_pb2.StartRunRequest(spec=spec_to_wire(spec), n_features=data.n_features)
@@ -246,47 +246,51 @@ async def measure(case: Case, folder: Path) -> Sample:
                 for i, d in zip(run.learners, data.learners, strict=True)
             )
         )
-        stack.push_async_callback(cancelled, feeding)
+        stack.push_async_callback(cancel_and_wait, feeding)
         first = await stack.enter_async_context(open_channel(run.learners[0].address))
         stub = learner_pb2_grpc.LearnerStub(first)
-        await reach(stub, 1, feeding)
+        await wait_for_rounds(stub, 1, feeding)
         running = time.monotonic() - began
         at_start = await coordinator.blocked_ms()
-        await reach(stub, case.warm, feeding)
-        before, at, t = [coordinator.cpu_s, *(host.cpu_s for host in hosts)], time.monotonic(), await done(stub)
-        end = await reach(stub, case.planned - 1, feeding)
+        await wait_for_rounds(stub, case.warmup, feeding)
+        before, at, t = (
+            [coordinator.cpu_s, *(host.cpu_s for host in hosts)],
+            time.monotonic(),
+            await get_rounds_done(stub),
+        )
+        end = await wait_for_rounds(stub, case.total_rounds - 1, feeding)
         seconds, used = time.monotonic() - at, [coordinator.cpu_s, *(host.cpu_s for host in hosts)]
         if not (rounds := end - t):
-            raise SottovoceError(f"the run was over before it was looked at: {case.planned} rounds are too few")
+            raise SottovoceError(f"the run must outlast its measurement: {case.total_rounds} rounds are too few")
         blocked = await coordinator.blocked_ms()
         spent = [1e6 * (now - then) / rounds / case.learners for now, then in zip(used, before, strict=True)]
-        memory = sum(host.seen.memory_info().rss for host in hosts) / 2**20
-        held = sum(host.seen.num_fds() for host in hosts)
-        numbers = (rounds / seconds, sum(spent[1:]), spent[0], memory / case.learners, held / case.learners)
+        memory = sum(host.info.memory_info().rss for host in hosts) / 2**20
+        descriptors = sum(host.info.num_fds() for host in hosts)
+        numbers = (rounds / seconds, sum(spent[1:]), spent[0], memory / case.learners, descriptors / case.learners)
         return Sample(case, listening, joined, running, *numbers, at_start, blocked, os.getloadavg()[0])
 
 
-def hosting(case: Case, folder: Path, coordinator: str) -> list[contextlib.AbstractAsyncContextManager[Child]]:
-    """The host processes, each with its share of the learners."""
+def start_hosts(case: Case, folder: Path, coordinator: str) -> list[contextlib.AbstractAsyncContextManager[Child]]:
+    """Build context managers of the host processes, each with its share of the learners."""
     policy = folder / "policy.yaml"
     policy.write_text(yaml.safe_dump(POLICY), encoding="utf-8")
     found = []
     for k in range(case.hosts):
         file = folder / f"host-{k}.yaml"
-        said = {"coordinator": coordinator, "state": str(folder / "states"), "policy": str(policy)}
+        config = {"coordinator": coordinator, "state": str(folder / "states"), "policy": str(policy)}
         file.write_text(
-            yaml.safe_dump({**said, "learners": names_of(case.learners)[k :: case.hosts]}), encoding="utf-8"
+            yaml.safe_dump({**config, "learners": build_names(case.learners)[k :: case.hosts]}), encoding="utf-8"
         )
         command = ["-m", "sottovoce_client", "learner", "--host", str(file), "--log-level", "warning"]
-        found.append(child(*command, log=folder / f"host-{k}.log"))
+        found.append(start_child(*command, log=folder / f"host-{k}.log"))
     return found
 
 
-async def done(stub: learner_pb2_grpc.LearnerAsyncStub) -> int:
-    """Rounds that the first learner has done.
+async def get_rounds_done(stub: learner_pb2_grpc.LearnerAsyncStub) -> int:
+    """Return the number of rounds that the first learner has done.
 
     Raises:
-        SottovoceError: it is no longer in the run.
+        SottovoceError: the learner is no longer in the run.
     """
     status = (await stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=CALL_S)).status
     if status.state not in (*OPEN, learner_pb2.LEARNER_STATE_FINISHED):
@@ -294,9 +298,9 @@ async def done(stub: learner_pb2_grpc.LearnerAsyncStub) -> int:
     return int(status.rounds_done)
 
 
-async def reach(stub: learner_pb2_grpc.LearnerAsyncStub, target: int, feeding: asyncio.Future[Any]) -> int:
-    """Wait until the first learner has done so many rounds."""
-    while (now := await done(stub)) < target:
+async def wait_for_rounds(stub: learner_pb2_grpc.LearnerAsyncStub, target: int, feeding: asyncio.Future[Any]) -> int:
+    """Wait until the first learner has done `target` rounds; return the number done."""
+    while (now := await get_rounds_done(stub)) < target:
         if feeding.done():
             feeding.result()
         await asyncio.sleep(0.01)
@@ -306,8 +310,8 @@ async def reach(stub: learner_pb2_grpc.LearnerAsyncStub, target: int, feeding: a
 # ---- showing ---------------------------------------------------------------------------------------------
 
 
-def table_of(samples: Sequence[Sample]) -> Table:
-    """A line for each."""
+def build_table(samples: Sequence[Sample]) -> Table:
+    """Build the table, one line per sample."""
     table = Table(title="Learners of one process", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     heads = ("learners", "graph", "hosts", "listen s", "joined s", "running s", "rounds/s", "host us", "coord us")
     for head in (*heads, "MB", "fds", "block start ms", "block ms", "load"):
@@ -318,23 +322,27 @@ def table_of(samples: Sequence[Sample]) -> Table:
         rest += [f"{s.start_blocked_ms:.0f}", f"{s.blocked_ms:.0f}", f"{s.load:.1f}"]
         table.add_row(str(s.case.learners), s.case.graph, str(s.case.hosts), *(f"{each:.1f}" for each in facts), *rest)
     table.caption = (
-        "host us, coord us: CPU microseconds a learner-round. MB, fds: of the hosts, a learner. block: longest turn of the "
-        "coordinator's event loop, CPU milliseconds, until the first round and after it"
+        "host us, coord us: CPU microseconds per learner-round. MB, fds: memory and file descriptors of the hosts per learner. "
+        "block: longest turn of the coordinator's event loop, CPU milliseconds, until the first round and after it"
     )
     table.caption_justify = "left"
     return table
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("learners", nargs="*", type=int, help=f"how many (default: {LEARNERS})")
-    parser.add_argument("--graph", choices=GRAPHS, default="ring", help="who talks to whom (default: ring)")
+    parser.add_argument("learners", nargs="*", type=int, help=f"numbers of learners (default: {LEARNERS})")
+    parser.add_argument("--graph", choices=GRAPHS, default="ring", help="communication graph (default: ring)")
     parser.add_argument("--hosts", type=int, default=1, help="processes that share the learners (default: 1)")
-    parser.add_argument("--rounds", type=int, help="measured (default: 50000 learner-rounds, 100 to 10000 rounds)")
-    parser.add_argument("--state", action="store_true", help="the coordinator keeps its state: every grant is synced")
-    parser.add_argument("--quick", action="store_true", help="5 and 20 learners, few rounds: does it run at all?")
-    parser.add_argument("--folder", type=Path, help="where states are written (default: a temporary one)")
+    parser.add_argument(
+        "--rounds", type=int, help="measured rounds (default: 50000 learner-rounds, 100 to 10000 rounds)"
+    )
+    parser.add_argument("--state", action="store_true", help="the coordinator stores its state: every lease is synced")
+    parser.add_argument(
+        "--quick", action="store_true", help="5 and 20 learners, few rounds, to test the benchmark itself"
+    )
+    parser.add_argument("--folder", type=Path, help="folder of the states (default: a temporary one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to a file")
     parser.add_argument("--serve", metavar="STATE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -349,13 +357,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, show, and say whether everything could be run."""
-    options = parse()
+    """Run the benchmark, print the results, and return 1 if a case failed."""
+    options = parse_arguments()
     if options.serve is not None:
-        asyncio.run(coordinate(options.serve))
+        asyncio.run(serve_coordinator(options.serve))
         return 0
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # this process feeds all of them
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # this process feeds all learners
     samples, failed = list[Sample](), 0
     for learners in options.learners:
         rounds = options.rounds or min(max(50_000 // learners, 100), 10_000)
@@ -368,7 +376,7 @@ def main() -> int:
                 console.print(f"{learners} learners: {error}", style="red", markup=False)
                 for log in sorted(Path(folder).glob("*.log")):
                     console.print(log.name, log.read_text(errors="replace")[-2000:], markup=False)
-    console.print(table_of(samples))
+    console.print(build_table(samples))
     if options.json is not None:
         write_json(options.json, {"samples": [asdict(each) for each in samples]})
     return 1 if failed else 0

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What older messages cost in accuracy: runs in which updates use messages of up to so many rounds before.
+"""Benchmark of the accuracy with stale messages: updates use messages from up to a given number of rounds before.
 
-The simulator runs the algorithm that services run; how old each message is, is drawn at random. Printed, never enforced.
+The simulator runs the same algorithm as the services and draws the age of each message at random. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -27,63 +27,63 @@ from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import parse_spec
 
-FIELD: dict[str, Any] = yaml.safe_load(
+COMPARISON: dict[str, Any] = yaml.safe_load(
     resources.files("sottovoce_client.runs").joinpath("builtin_algorithms.yaml").read_text("utf-8")
 )
-"""As `sottovoce compare --all-algorithms` runs them, but that learners hold other kinds of records: what they hear matters."""
+"""Runs of `sottovoce compare --all-algorithms`. Learners get different kinds of records, so that received messages matter."""
 NAMES = ("ldp-dol", "dsgd", "dola", "dpsr", "dpsda-c", "dvp", "d-ogd")
 LAGS = (0, 1, 5, 20, 80)
 
 console = Console() if sys.stdout.isatty() else Console(width=100)
 
 
-def lags(run: Run, most: int, seed: int) -> FloatArray:
-    """`(rounds, learners, width)`: whose message an update uses, of which round; never older than the one before it."""
+def draw_used_rounds(run: Run, max_lag: int, seed: int) -> FloatArray:
+    """Draw the round of each message that an update uses, `(rounds, learners, width)`; it never decreases between updates."""
     generator = np.random.default_rng(seed)
     own = np.stack([encode_punctual_rounds(run.network, t + 1) for t in range(run.spec.rounds)])
-    late = np.where(own == NO_ROUND, NO_ROUND, np.maximum(own - generator.integers(0, most + 1, own.shape), 0.0))
+    late = np.where(own == NO_ROUND, NO_ROUND, np.maximum(own - generator.integers(0, max_lag + 1, own.shape), 0.0))
     return np.asarray(np.maximum.accumulate(late, axis=0), dtype=np.float64)
 
 
-def rows(name: str, replicas: int) -> Iterator[tuple[str, ...]]:
-    """For each bound on how old messages are: how many were, accuracy on held-out records, and how far learners are apart."""
-    changes = next(run for run in FIELD["runs"] if run["name"] == name)
-    document = {**FIELD["common"], **changes, "clock": {"mode": "async"}}
+def compute_rows(name: str, replicas: int) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each bound on age: share of late messages, accuracy on held-out records, and distance between learners."""
+    changes = next(run for run in COMPARISON["runs"] if run["name"] == name)
+    document = {**COMPARISON["common"], **changes, "clock": {"mode": "async"}}
     if document["data"].get("partition") == "iid":
         document["data"] = {**document["data"], "partition": {"kind": "by_label", "iid_fraction": 0.3}}
     spec = parse_spec(document, allow_imports=False)
     data = place_data(spec, load_dataset(spec.data, spec.loss))
     run = build_run(spec, data.n_features)
-    for most in LAGS:
-        right, apart, said = list[float](), list[float](), list[FloatArray]()
-        for step in simulate_rounds(run, data, SeededNoise(1), replicas, lags(run, most, 2)):
-            said.append(step.message[USED_ROUNDS_FIELD])
+    for max_lag in LAGS:
+        accuracies, distances, used_rounds = list[float](), list[float](), list[FloatArray]()
+        for step in simulate_rounds(run, data, SeededNoise(1), replicas, draw_used_rounds(run, max_lag, 2)):
+            used_rounds.append(step.message[USED_ROUNDS_FIELD])
             if step.t >= 0.9 * spec.rounds:
                 found = run.loss.classify(run.loss.predict(step.decisions_after, data.test_features))
-                right.append(float((found == data.test_labels).mean()))
-                apart.append(
+                accuracies.append(float((found == data.test_labels).mean()))
+                distances.append(
                     float(np.linalg.norm(step.decisions_after - step.decisions_after.mean(axis=0), axis=-1).mean())
                 )
-        late = measure_staleness(np.stack(said))
+        late = measure_staleness(np.stack(used_rounds))
         yield (
             name,
-            str(most),
+            str(max_lag),
             f"{100 * late.stale_share:.0f} %",
-            f"{100 * np.mean(right):.1f} %",
-            f"{np.mean(apart):.3g}",
+            f"{100 * np.mean(accuracies):.1f} %",
+            f"{np.mean(distances):.3g}",
         )
 
 
 def main() -> None:
-    """Print the table."""
+    """Run the benchmark and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replicas", type=int, default=50)
-    told = parser.parse_args()
+    options = parser.parse_args()
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("algorithm", "rounds late, at most", "late messages", "held-out accuracy", "learners apart"):
         table.add_column(name, justify="left" if name == "algorithm" else "right")
     for name in NAMES:
-        for row in rows(name, told.replicas):
+        for row in compute_rows(name, options.replicas):
             table.add_row(*row)
         table.add_section()
     console.print(table)

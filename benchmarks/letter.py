@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""PD-FTGL and PD-OCG on the letter data set, as Wang et al. (ICML 2025) ran them: nine learners, 150,000 rounds.
+"""Benchmark of PD-FTGL and PD-OCG on the letter data set in the setting of Wang et al. (ICML 2025): 9 learners, 150,000 rounds.
 
-Multiclass logistic regression on 26 x 16 matrices in a trace-norm ball. `sottovoce data fetch letter` brings the records; without
-them, scikit-learn's digits (10 x 64) stand in. Prints time, speed, peak memory and the average loss; nothing is asserted.
+Multiclass logistic regression on 26 x 16 matrices in a trace-norm ball. `sottovoce data fetch letter` downloads the records;
+without them, the script uses scikit-learn's digits (10 x 64). It prints time, speed, peak memory and
+the average loss; nothing is asserted.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import RunSpec, parse_spec
 
 
-def source() -> tuple[str, int, int]:
-    """Data set, its classes and its features."""
+def choose_dataset() -> tuple[str, int, int]:
+    """Choose the data set; return its name, and its numbers of classes and features."""
     return ("letter", 26, 16) if find_dataset_file("letter", get_data_folders()) else ("digits", 10, 64)
 
 
-def spec_of(algorithm: str, rounds: int) -> RunSpec:
-    """One record per learner and round, clipped to norm 1; epsilon 10 on the wire, over the whole run."""
-    name, classes, features = source()
+def build_spec(algorithm: str, rounds: int) -> RunSpec:
+    """Build the spec: one record per learner and round, clipped to norm 1; epsilon 10 on the wire, over the whole run."""
+    name, classes, features = choose_dataset()
     return parse_spec(
         {
             "name": f"{name}-{algorithm}",
@@ -51,9 +52,9 @@ def spec_of(algorithm: str, rounds: int) -> RunSpec:
     )
 
 
-def run(algorithm: str, rounds: int) -> tuple[float, float, float]:
-    """Seconds, mean loss of all learners over all rounds, and accuracy on held-out records at the end."""
-    prepared = prepare(spec_of(algorithm, rounds), folders=get_data_folders())
+def run_algorithm(algorithm: str, rounds: int) -> tuple[float, float, float]:
+    """Run an algorithm; return seconds, mean loss of all learners over all rounds, and final accuracy on held-out records."""
+    prepared = prepare(build_spec(algorithm, rounds), folders=get_data_folders())
     data, loss = prepared.data, prepared.run.loss
     total, seconds, began, decision = 0.0, 0.0, time.perf_counter(), None
     for step in simulate_rounds(prepared.run, data, SeededNoise(0)):
@@ -69,7 +70,7 @@ def run(algorithm: str, rounds: int) -> tuple[float, float, float]:
 
 
 def main() -> int:
-    """Measure and show."""
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("algorithms", nargs="*", default=["pd-ftgl", "pd-ocg"], help="default: pd-ftgl pd-ocg")
     parser.add_argument("--rounds", type=int, default=150_000)
@@ -79,7 +80,7 @@ def main() -> int:
         table.add_column(head, justify="left" if head == "algorithm" else "right")
     for algorithm in options.algorithms:
         try:
-            seconds, loss, accuracy = run(algorithm, options.rounds)
+            seconds, loss, accuracy = run_algorithm(algorithm, options.rounds)
         except SottovoceError as error:
             print(f"{algorithm}: {error}", file=sys.stderr)
             return 1

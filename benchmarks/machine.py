@@ -1,4 +1,4 @@
-"""What every benchmark shares: where it ran, what a program that it started used, and how its results are written."""
+"""Functions that the benchmarks share: description of the machine, resource usage of a program, and the writing of results."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ PACKAGES = ("numpy", "grpcio", "uvloop", "sottovoce")
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
-    """What a program wrote and used: processor seconds with those of its children, largest resident memory of one process."""
+class ProgramUsage:
+    """Output and usage of a program: CPU seconds including its children, largest resident memory of one process in MB."""
 
-    said: str
+    output: str
     cpu_s: float
     peak_mb: float
 
 
-def used(command: Sequence[str]) -> Used:
-    """Run a program to its end; what it says on standard error is shown.
+def run_program(command: Sequence[str]) -> ProgramUsage:
+    """Run a program to its end; its standard error is shown.
 
     Raises:
-        OSError: it failed.
+        OSError: the program failed.
     """
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
-        said = child.stdout.read()
-        _, status, spent = os.wait4(child.pid, 0)
+        output = child.stdout.read()
+        _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode != 0:
-        raise OSError(f"{Path(command[1]).name} failed with exit code {child.returncode}:\n{said.strip()}")
-    return Used(said, spent.ru_utime + spent.ru_stime, spent.ru_maxrss / 1024)
+        raise OSError(f"{Path(command[1]).name} failed with exit code {child.returncode}:\n{output.strip()}")
+    return ProgramUsage(output, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
 
 
 def median(values: Iterable[float]) -> float | None:
-    """Of what there is."""
-    kept = list(values)
-    return statistics.median(kept) if kept else None
+    """Return the median of the values, or None if there are none."""
+    collected = list(values)
+    return statistics.median(collected) if collected else None
 
 
 def machine() -> dict[str, Any]:
-    """Where and when: date, processor, cores, memory in GB, load, versions."""
+    """Describe the machine: date, processor, cores, memory in GB, load, versions."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "processor": _processor(),
@@ -63,12 +63,12 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: Path, results: Mapping[str, Any]) -> None:
-    """Write results, and where they were measured."""
+    """Write results and the description of the machine as JSON."""
     path.write_text(json.dumps({"machine": machine(), **results}, indent=2) + "\n", encoding="utf-8")
 
 
 def _processor() -> str:
-    """As Linux calls it."""
+    """Return the name of the processor as Linux reports it."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 

@@ -1,4 +1,4 @@
-"""One measurement of a ring: the bare gRPC yardstick, or the real services, started for it and stopped after it."""
+"""Measurement of a ring: of the bare gRPC floor, or of the real services, which it starts and stops."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 
 EVENT_ENGINE = "GRPC_EXPERIMENTS"
-"""The variable by which the services can be run without gRPC's event engine; the floor never is."""
+"""Environment variable that runs the services without gRPC's event engine; the floor never uses it."""
 
 Loops = Literal["installed", "asyncio", "uvloop"]
-"""Event loops. `installed`: uvloop's for services where it is installed, asyncio's for the floor; else the same for both."""
+"""Event loops. `installed`: uvloop for services if it is installed, and asyncio for the floor; else the same for both."""
 
 WINDOW, DEADLINE_S, CALL_S = 100, 20.0, 40.0
 OPEN = (learner_pb2.LEARNER_STATE_CONNECTING, learner_pb2.LEARNER_STATE_RUNNING, learner_pb2.LEARNER_STATE_IDLE)
@@ -47,12 +47,12 @@ ROLES = ("learner", "eavesdropper", "coordinator")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is measured.
+    """Case of the benchmark.
 
     Attributes:
-        name: as on the command line.
-        rounds: in the measured window; as many again as a tenth of it go before (warm-up) and after.
-        target: rounds/s that it should reach, in those of its floor.
+        name: name on the command line.
+        rounds: rounds of the measured window; a tenth of them, at least 20, run before it (warm-up), and again after it.
+        target: wanted rounds/s, relative to the floor.
     """
 
     name: str
@@ -73,13 +73,13 @@ class Case:
         return max(self.rounds // 10, 20)
 
     def messages(self, rounds: int) -> int:
-        """Messages that cross the ring: two per learner and round."""
+        """Return the number of messages on the ring: two per learner and round."""
         return 2 * self.learners * rounds
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """A run of the yardstick, bare or with the least arithmetic of a private learner."""
+    """Run of the floor, bare or with the minimum arithmetic of a private learner."""
 
     name: str
     rounds: int
@@ -93,12 +93,12 @@ class Floor:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured window.
+    """Measured window.
 
     Attributes:
         cpu_us: CPU microseconds per message, by role of the process (the floor has learners only).
-        joined_s: from the first process's start to all learners being announced and joined.
-        running_s: to the last of the first learner's streams to its neighbours.
+        joined_s: seconds from the start of the first process until all learners are announced and joined.
+        running_s: seconds until the first learner has all streams to its neighbours.
     """
 
     rounds_per_s: float
@@ -109,24 +109,24 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """How far the ring is at one moment, and what its processes have used until then."""
+    """Progress of the ring at one moment, and usage of its processes until then."""
 
     round: int
     at: float
     cpu_s: dict[str, float]
     rss_mb: tuple[float, ...]
     peak_mb: dict[str, float]
-    """The largest resident memory of a process until then, by role."""
+    """Largest resident memory of a process until then, by role."""
 
 
-# ---- the yardstick ---------------------------------------------------------------------------------------
+# ---- the floor -------------------------------------------------------------------------------------------
 
 
 async def run_floor(script: Path, floor: Floor, place: Path | None = None) -> Sample:
-    """Run the yardstick once; what it writes lies in a place, or where temporary files do.
+    """Run the floor once; its files go into the folder `place`, or into that of temporary files.
 
     Raises:
-        SottovoceError: it failed.
+        SottovoceError: the floor failed.
     """
     numbers = {"--dim": floor.dim, "--learners": floor.learners, "--rounds": floor.rounds}
     numbers["--warmup"] = max(floor.rounds // 10, 20)
@@ -135,33 +135,33 @@ async def run_floor(script: Path, floor: Floor, place: Path | None = None) -> Sa
         arguments.append("--arithmetic")
     if floor.loops == "uvloop":
         arguments += ["--loop", "uvloop"]
-    with tempfile.TemporaryDirectory(dir=place) as folder:  # it leaves its own behind where it is cut off
+    with tempfile.TemporaryDirectory(dir=place) as folder:  # a floor that is killed leaves its files behind
         if floor.tls:
             own = Path(folder) / "learner"
             Authority.init(Path(folder) / "authority", "bench").issue("learner/any", own)
             arguments += ["--identity", str(own)]
         environment = {key: value for key, value in os.environ.items() if key != EVENT_ENGINE} | {"TMPDIR": folder}
-        said = await _output([sys.executable, str(script), *arguments], environment)
-    facts = json.loads(said)
+        stdout = await _run_for_output([sys.executable, str(script), *arguments], environment)
+    facts = json.loads(stdout)
     return Sample(facts["rounds_per_s"], {"learner": facts["cpu_us_per_msg"]}, facts["startup_s"], facts["startup_s"])
 
 
-async def _output(command: Sequence[str], environment: dict[str, str]) -> bytes:
-    """What a program writes; it and its children do not outlive this call."""
+async def _run_for_output(command: Sequence[str], environment: dict[str, str]) -> bytes:
+    """Run a program and return its standard output; kill it and its children at the end of the call."""
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(
         *command, env=environment, stdout=pipe, stderr=pipe, start_new_session=True
     )
     try:
-        said, complaint = await child.communicate()
+        stdout, stderr = await child.communicate()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         await child.wait()
     if child.returncode != 0:
-        lines = complaint.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        lines = stderr.decode(errors="replace").strip().splitlines() or ["it printed no error"]
         raise SottovoceError(f"{Path(command[1]).name} failed with exit code {child.returncode}: {lines[-1]}")
-    return said
+    return stdout
 
 
 # ---- the services ----------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ async def _output(command: Sequence[str], environment: dict[str, str]) -> bytes:
 
 @dataclass(slots=True)
 class Ring:
-    """A run of the real services under way; the learners are asked directly how far they are."""
+    """Running ring of the real services; the first learner reports its progress directly."""
 
     processes: dict[str, list[psutil.Process]]
     feeders: asyncio.Future[Any]
@@ -178,11 +178,11 @@ class Ring:
     began: float
     running_s: float = field(default=0.0)
 
-    async def reach(self, target: int) -> Probe:
-        """Wait for a round; what is used in the meantime is next to nothing.
+    async def wait_for_round(self, target: int) -> Probe:
+        """Wait until `target` rounds are done; the polling uses almost no CPU time.
 
         Raises:
-            SottovoceError: the ring will not get there.
+            SottovoceError: the ring stopped before.
         """
         then, before = time.monotonic(), 0
         while True:
@@ -205,20 +205,20 @@ class Ring:
             self.feeders.result()
 
     def _probe(self, t: int, at: float) -> Probe:
-        cpu = {role: sum(map(_cpu, processes)) for role, processes in self.processes.items()}
+        cpu = {role: sum(map(_cpu_s, processes)) for role, processes in self.processes.items()}
         rss = tuple(p.memory_info().rss / 2**20 for p in self.processes["learner"])
         return Probe(t, at, cpu, rss, {role: max(map(_peak_mb, each)) for role, each in self.processes.items()})
 
 
 @contextlib.contextmanager
-def on_loop(loops: Loops, folder: Path) -> Iterator[None]:
-    """Processes that are started meanwhile have this event loop: asyncio's, if uvloop cannot be imported.
+def use_event_loop(loops: Loops, folder: Path) -> Iterator[None]:
+    """Select the event loop of processes that start in the block; for asyncio, uvloop is made impossible to import.
 
     Raises:
-        SottovoceError: uvloop is asked for, and is not installed.
+        SottovoceError: uvloop is selected, and is not installed.
     """
     if loops == "uvloop" and find_spec("uvloop") is None:
-        raise SottovoceError(f"the event loop uvloop is not installed: {format_install_hint('fast')}")
+        raise SottovoceError(f"the event loop uvloop must be installed: {format_install_hint('fast')}")
     before = os.environ.get("PYTHONPATH")
     if loops == "asyncio":
         hidden = folder.resolve() / "without-uvloop"
@@ -234,16 +234,16 @@ def on_loop(loops: Loops, folder: Path) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def ring_of(case: Case, rounds: int, folder: Path) -> AsyncIterator[Ring]:
-    """Start the services of a case and a run of so many rounds, fed by this process.
+async def start_ring(case: Case, rounds: int, folder: Path) -> AsyncIterator[Ring]:
+    """Start the services of a case, and a run of `rounds` rounds that this process feeds.
 
     Raises:
-        SottovoceError: they did not start, or the ring broke.
+        SottovoceError: the services did not start, or the run failed.
     """
-    spec, data = spec_of(case, rounds), data_of(case, rounds)
+    spec, data = build_spec(case, rounds), build_data(case, rounds)
     began = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(on_loop(case.loops, folder))
+        stack.enter_context(use_event_loop(case.loops, folder))
         services = await stack.enter_async_context(
             LocalServices(spec, folder, learners_per_process=case.per_process, tls=case.tls)
         )
@@ -261,8 +261,8 @@ async def ring_of(case: Case, rounds: int, folder: Path) -> AsyncIterator[Ring]:
                     for i, d in zip(started.learners, data.learners, strict=True)
                 )
             )
-            stack.push_async_callback(cancelled, feeders)
-            yield Ring(_processes(), feeders, learner_pb2_grpc.LearnerStub(first), joined, began)
+            stack.push_async_callback(cancel_and_wait, feeders)
+            yield Ring(_find_processes(), feeders, learner_pb2_grpc.LearnerStub(first), joined, began)
         except grpc.aio.AioRpcError as error:
             raise SottovoceError(f"{error.code().name}: {error.details()}") from None
 
@@ -271,16 +271,16 @@ async def run_services(case: Case, folder: Path) -> Sample:
     """Measure the real services once.
 
     Raises:
-        SottovoceError: they did not start, or the ring broke.
+        SottovoceError: the services did not start, or the run failed.
     """
-    async with ring_of(case, case.rounds + 2 * case.margin, folder) as ring:
-        begin = await ring.reach(case.margin)
-        end = await ring.reach(case.margin + case.rounds)
+    async with start_ring(case, case.rounds + 2 * case.margin, folder) as ring:
+        begin = await ring.wait_for_round(case.margin)
+        end = await ring.wait_for_round(case.margin + case.rounds)
         rounds = end.round - begin.round
-        used = {role: end.cpu_s[role] - begin.cpu_s[role] for role in begin.cpu_s}
+        cpu_s = {role: end.cpu_s[role] - begin.cpu_s[role] for role in begin.cpu_s}
         return Sample(
             rounds / (end.at - begin.at),
-            {role: 1e6 * seconds / case.messages(rounds) for role, seconds in used.items()},
+            {role: 1e6 * seconds / case.messages(rounds) for role, seconds in cpu_s.items()},
             ring.joined_s,
             ring.running_s,
         )
@@ -291,14 +291,14 @@ async def _start(to: grpc.aio.Channel, spec: RunSpec, data: PlacedData) -> coord
     return await coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=CALL_S)
 
 
-async def cancelled(task: asyncio.Future[Any]) -> None:
-    """It has ended, whatever that has led to."""
+async def cancel_and_wait(task: asyncio.Future[Any]) -> None:
+    """Cancel a task and wait for its end; ignore its result."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
-def _processes() -> dict[str, list[psutil.Process]]:
-    """Our services, by role."""
+def _find_processes() -> dict[str, list[psutil.Process]]:
+    """Find the processes of our services, by role."""
     found: dict[str, list[psutil.Process]] = {}
     for process in psutil.Process().children():
         role = next((word for word in process.cmdline()[:4] if word in ROLES), None)
@@ -307,22 +307,22 @@ def _processes() -> dict[str, list[psutil.Process]]:
     return found
 
 
-def _cpu(process: psutil.Process) -> float:
+def _cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
 def _peak_mb(process: psutil.Process) -> float:
-    """As Linux counts it."""
+    """Return the largest resident memory of a process so far, as Linux counts it."""
     lines = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 2**10
 
 
-# ---- what is run -----------------------------------------------------------------------------------------
+# ---- the run --------------------------------------------------------------------------------------------
 
 
-def spec_of(case: Case, rounds: int) -> RunSpec:
-    """The run spec of a case."""
+def build_spec(case: Case, rounds: int) -> RunSpec:
+    """Build the run spec of a case."""
     loss = "logistic" if case.dim >= SPARSE_FROM else "ridge"
     return parse_spec(
         {
@@ -340,11 +340,11 @@ def spec_of(case: Case, rounds: int) -> RunSpec:
     )
 
 
-def data_of(case: Case, rounds: int) -> PlacedData:
-    """Records for which the loss costs little, and the same in every round.
+def build_data(case: Case, rounds: int) -> PlacedData:
+    """Build records for which the loss costs little, and the same in every round.
 
-    The squared loss has one record a round. With many parameters the loss is logistic, whose every round costs as much as
-    the records so far, and there are records in the first three rounds only.
+    The squared loss has one record per round. With many parameters the loss is logistic, whose cost per round grows with the
+    number of records so far, and there are records in the first three rounds only.
     """
     rng = np.random.default_rng(0)
     records = 3 if case.dim >= SPARSE_FROM else rounds

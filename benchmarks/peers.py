@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""How fast other projects' learners exchange a vector of 117 numbers on one machine, beside the ring of ours.
+"""Benchmark of other projects (peers): rate at which their learners exchange a vector of 117 numbers on one machine, and ours.
 
-Each has an environment of its own (pip, from PyPI; made once where `--folder` says), and runs the nearest thing to a ring of
-five that its public API has, with nothing to learn: `peers/` has a script for each. Ours runs before each of them. Nothing is
-asserted: one that cannot be installed or run has a row that says why.
+Each peer has its own environment (pip, from PyPI; created once in `--folder`), and runs the setup of its public API that is
+nearest to a ring of five, without learning: `peers/` has a script for each. Our ring runs before each peer. Nothing is
+asserted: the row of a peer that cannot be installed or run has the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 from machine import machine, median, write_json
-from measure import Case, ring_of
+from measure import Case, start_ring
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -34,12 +34,12 @@ from progress import FILE, FORM, read
 
 from sottovoce_core.errors import SottovoceError
 
-SCRIPTS = Path(__file__).resolve().with_name("peers")
+SCRIPT_FOLDER = Path(__file__).resolve().with_name("peers")
 DIM = 117
-ENDLESS = 100_000_000
-"""Rounds that a peer is told to run: it is ended when it was measured."""
+REQUESTED_ROUNDS = 100_000_000
+"""Number of rounds requested from a peer, which is killed after the measurement."""
 START_S, STALL_S = 240.0, 90.0
-"""Seconds until a peer's first round, and between two of its rounds, after which it is given up."""
+"""Maximum seconds until the first round of a peer, and between two of its rounds."""
 TORCH = "torch==2.13.0"
 
 console = Console() if sys.stdout.isatty() else Console(width=240)
@@ -47,29 +47,29 @@ console = Console() if sys.stdout.isatty() else Console(width=240)
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A peer, and how it is run.
+    """Project to compare with, and its setup.
 
     Attributes:
-        name: as on the command line.
-        package: whose version is shown.
-        requires: what pip is asked for.
-        script: in `peers/`, with its arguments.
-        ran: the topology and processes, in words.
-        messages: vectors that cross the network a round, by the topology.
+        name: name on the command line.
+        package: package whose version is printed.
+        requires: requirements for pip.
+        script: script in `peers/`, with its arguments.
+        setup: topology and processes, in words.
+        messages: vectors that cross the network per round, by the topology.
     """
 
     name: str
     package: str
     requires: tuple[str, ...]
     script: tuple[str, ...]
-    ran: str
+    setup: str
     learners: int = 5
     messages: int = 10
 
 
 NVFLARE = ("nvflare", ("nvflare==2.9.0", TORCH))
 P2PFL = ("p2pfl", ("p2pfl[dp]==0.4.4", "pyarrow<18", "huggingface_hub<1"))
-"""Its `datasets` 2.15 sets no upper bounds, and cannot be imported with today's versions of these."""
+"""Name and requirements of p2pfl. Its `datasets` 2.15 has no upper bounds, and fails to import with current versions of these."""
 FLOWER = ("flwr", ("flwr==1.42.0",))
 PEERS = (
     Peer(
@@ -118,15 +118,15 @@ PEERS = (
         "star of 5, FedAvg; SuperLink, SuperNodes, a process for each ClientApp's message, HTTP",
     ),
 )
-OURS = {
+OUR_RINGS = {
     "sottovoce": "ring of 5, unrecorded; a process each and the coordinator, gRPC",
     "sottovoce-tls": "the same, mutual TLS",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """What processes have used until a moment: processor seconds, with those of their children that have ended; memory now."""
+class Usage:
+    """Usage of processes until now: CPU seconds, including those of children that have ended; current memory."""
 
     cpu_s: float
     memory_mb: float
@@ -135,14 +135,14 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A measured window.
+    """Measured window.
 
     Attributes:
-        rounds: in it.
-        cpu_us: of all processes, a round.
-        memory_mb: of all processes at its end; what several share counts once.
-        startup_s: from the first process's start until the first round is done.
-        ours: rounds/s of ours, just before.
+        rounds: rounds of the window.
+        cpu_us: CPU microseconds of all processes per round.
+        memory_mb: memory of all processes at the end of the window; shared memory counts once.
+        startup_s: seconds from the start of the first process until the first round is done.
+        our_rounds_per_s: rounds/s of our ring, measured just before.
     """
 
     rounds: int
@@ -151,49 +151,53 @@ class Sample:
     memory_mb: float
     processes: int
     startup_s: float
-    ours: float | None = None
+    our_rounds_per_s: float | None = None
 
 
 # ---- a peer ------------------------------------------------------------------------------------------------------------
 
 
-def environment(peer: Peer, folder: Path) -> Path:
-    """The Python of a peer's environment, which is made where it is not there yet.
+def prepare_environment(peer: Peer, folder: Path) -> Path:
+    """Create the environment of a peer if it does not exist; return its Python.
 
     Raises:
-        SottovoceError: it cannot be.
+        SottovoceError: the installation failed.
     """
     place = folder / peer.package
     python, complete = place / "bin" / "python", place / "complete"
     if not complete.exists():
         with console.status(f"installing {', '.join(peer.requires)}"):
-            _call([sys.executable, "-m", "venv", "--clear", str(place)])
-            _call([str(python), "-m", "pip", "install", "--quiet", *peer.requires])
+            _run_command([sys.executable, "-m", "venv", "--clear", str(place)])
+            _run_command([str(python), "-m", "pip", "install", "--quiet", *peer.requires])
         complete.touch()
     return python
 
 
-def _call(command: Sequence[str]) -> str:
+def _run_command(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise SottovoceError(f"{command[2]} failed: {_last(done.stderr)}")
+        raise SottovoceError(f"{command[2]} failed: {_last_line(done.stderr)}")
     return done.stdout.strip()
 
 
-def version_of(peer: Peer, python: Path) -> str:
-    """As it is installed."""
-    return _call([str(python), "-c", f"import importlib.metadata as m; print(m.version({peer.package!r}))"])
+def read_version(peer: Peer, python: Path) -> str:
+    """Return the installed version of a peer."""
+    return _run_command([str(python), "-c", f"import importlib.metadata as m; print(m.version({peer.package!r}))"])
 
 
 @contextlib.contextmanager
-def running(peer: Peer, python: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path, Path]]:
-    """Start a peer; afterwards all its processes are ended, which are those that have our variable."""
+def start_peer(peer: Peer, python: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path, Path]]:
+    """Start a peer; after the block kill all its processes, found by our environment variable."""
     progress, log = folder / "progress", folder / "log"
     progress.write_bytes(FORM.pack(0, 0.0))
-    numbers = {"--learners": peer.learners, "--dim": DIM, "--rounds": ENDLESS}
-    arguments = [str(SCRIPTS / peer.script[0]), *peer.script[1:], *(str(p) for pair in numbers.items() for p in pair)]
+    numbers = {"--learners": peer.learners, "--dim": DIM, "--rounds": REQUESTED_ROUNDS}
+    arguments = [
+        str(SCRIPT_FOLDER / peer.script[0]),
+        *peer.script[1:],
+        *(str(p) for pair in numbers.items() for p in pair),
+    ]
     threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    own = {FILE: str(progress), "PYTHONPATH": str(SCRIPTS), "HOME": str(folder), "TMPDIR": str(folder), **threads}
+    own = {FILE: str(progress), "PYTHONPATH": str(SCRIPT_FOLDER), "HOME": str(folder), "TMPDIR": str(folder), **threads}
     with log.open("wb") as out:
         child = subprocess.Popen(
             [str(python), *arguments],
@@ -207,16 +211,16 @@ def running(peer: Peer, python: Path, folder: Path) -> Iterator[tuple[subprocess
     try:
         yield child, progress, log
     finally:
-        while left := marked(progress):
-            for process in left:
+        while remaining := find_processes(progress):
+            for process in remaining:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             time.sleep(0.1)
         child.wait()
 
 
-def marked(progress: Path) -> list[psutil.Process]:
-    """Processes of a run."""
+def find_processes(progress: Path) -> list[psutil.Process]:
+    """Find the processes of a run by its progress file."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -225,28 +229,28 @@ def marked(progress: Path) -> list[psutil.Process]:
     return found
 
 
-def use(processes: Sequence[psutil.Process]) -> Use:
-    """What they have used until now."""
+def measure_usage(processes: Sequence[psutil.Process]) -> Usage:
+    """Measure the usage of processes until now."""
     cpu, memory = 0.0, 0.0
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             times = process.cpu_times()
             cpu += times.user + times.system + times.children_user + times.children_system
             memory += process.memory_full_info().pss / 2**20
-    return Use(cpu, memory, len(processes))
+    return Usage(cpu, memory, len(processes))
 
 
-def measured(peer: Peer, python: Path, seconds: float) -> Sample:
-    """Run a peer, and look at it for so long, from the end of a round to that of another.
+def measure_peer(peer: Peer, python: Path, seconds: float) -> Sample:
+    """Run a peer, and measure it for at least `seconds`, from the end of one round to the end of another.
 
     Raises:
-        SottovoceError: it ended, or came to no round for too long.
+        SottovoceError: the peer ended, or completed no round for too long.
     """
     with tempfile.TemporaryDirectory(prefix="peer-", ignore_cleanup_errors=True) as name:
         began = time.monotonic()
-        with running(peer, python, Path(name)) as (child, progress, log):
+        with start_peer(peer, python, Path(name)) as (child, progress, log):
 
-            def until(done: Callable[[int, float], bool], patience: float) -> tuple[int, float]:
+            def wait_until(done: Callable[[int, float], bool], timeout_s: float) -> tuple[int, float]:
                 since, last = time.monotonic(), 0
                 while True:
                     rounds, at = read(progress)
@@ -255,50 +259,52 @@ def measured(peer: Peer, python: Path, seconds: float) -> Sample:
                     if rounds != last:
                         since, last = time.monotonic(), rounds
                     if child.poll() is not None:
-                        raise SottovoceError(f"it ended by itself after {rounds} rounds: {_last(_text(log))}")
-                    if time.monotonic() - since > patience:
                         raise SottovoceError(
-                            f"no round in {patience:.0f} s after {rounds}; its last words: {_last(_text(log))}"
+                            f"it must run until stopped, but ended after {rounds} rounds: {_last_line(_read_text(log))}"
+                        )
+                    if time.monotonic() - since > timeout_s:
+                        raise SottovoceError(
+                            f"no round in {timeout_s:.0f} s after {rounds}; its last output: {_last_line(_read_text(log))}"
                         )
                     time.sleep(0.005)
 
-            _, up = until(lambda rounds, _: rounds > 0, START_S)
-            warm, _ = until(lambda rounds, at: rounds > 2 and at > up + seconds / 3, STALL_S)
-            first, begin = until(lambda rounds, _: rounds > warm, STALL_S)
-            before = use(marked(progress))
-            last, end = until(lambda rounds, at: rounds > first + 2 and at > begin + seconds, STALL_S)
-            after = use(marked(progress))
+            _, startup_at = wait_until(lambda rounds, _: rounds > 0, START_S)
+            warm, _ = wait_until(lambda rounds, at: rounds > 2 and at > startup_at + seconds / 3, STALL_S)
+            first, begin = wait_until(lambda rounds, _: rounds > warm, STALL_S)
+            before = measure_usage(find_processes(progress))
+            last, end = wait_until(lambda rounds, at: rounds > first + 2 and at > begin + seconds, STALL_S)
+            after = measure_usage(find_processes(progress))
     rounds = last - first
     cpu = 1e6 * (after.cpu_s - before.cpu_s) / rounds
-    return Sample(rounds, rounds / (end - begin), cpu, after.memory_mb, after.processes, up - began)
+    return Sample(rounds, rounds / (end - begin), cpu, after.memory_mb, after.processes, startup_at - began)
 
 
-def _text(log: Path) -> str:
+def _read_text(log: Path) -> str:
     return log.read_text(encoding="utf-8", errors="replace")
 
 
-def _last(text: str) -> str:
+def _last_line(text: str) -> str:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # without colours
-    lines = [line.strip() for line in plain.splitlines() if line.strip()] or ["it said nothing"]
+    lines = [line.strip() for line in plain.splitlines() if line.strip()] or ["no output"]
     return lines[-1][:200]
 
 
 # ---- ours --------------------------------------------------------------------------------------------------------------
 
 
-async def own(case: Case) -> Sample:
-    """Our ring, unrecorded; the process that feeds it, this one, is not counted.
+async def measure_ours(case: Case) -> Sample:
+    """Measure our ring, unrecorded; this process, which feeds it, is not counted.
 
     Raises:
-        SottovoceError: it did not start, or broke.
+        SottovoceError: the ring did not start, or failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        async with ring_of(case, case.rounds + 2 * case.margin, Path(folder)) as ring:
+        async with start_ring(case, case.rounds + 2 * case.margin, Path(folder)) as ring:
             processes = [process for role in ring.processes.values() for process in role]
-            begin = await ring.reach(case.margin)
-            before = use(processes)
-            end = await ring.reach(case.margin + case.rounds)
-            after = use(processes)
+            begin = await ring.wait_for_round(case.margin)
+            before = measure_usage(processes)
+            end = await ring.wait_for_round(case.margin + case.rounds)
+            after = measure_usage(processes)
     rounds = end.round - begin.round
     cpu = 1e6 * (after.cpu_s - before.cpu_s) / rounds
     rate = rounds / (end.at - begin.at)
@@ -310,42 +316,42 @@ async def own(case: Case) -> Sample:
 
 @dataclass(slots=True)
 class Row:
-    """What a peer came to: samples, or why there are none."""
+    """Row of the table: samples of a peer, or the reason why there are none."""
 
     name: str
     version: str
-    ran: str
+    setup: str
     learners: int
     messages: int
     samples: list[Sample]
-    why: str = ""
+    reason: str = ""
 
     def cells(self) -> list[str]:
-        """As shown."""
+        """Format the cells."""
         if not self.samples:
-            return [self.name, self.version, f"not run: {self.why}", *[""] * 7]
+            return [self.name, self.version, f"not run: {self.reason}", *[""] * 7]
 
-        def of(name: str) -> float:
+        def median_of(name: str) -> float:
             return median(getattr(sample, name) for sample in self.samples) or 0.0
 
-        beside = median(s.rounds_per_s / s.ours for s in self.samples if s.ours)
-        rate, cpu = of("rounds_per_s"), of("cpu_us")
+        ratio = median(s.rounds_per_s / s.our_rounds_per_s for s in self.samples if s.our_rounds_per_s)
+        rate, cpu = median_of("rounds_per_s"), median_of("cpu_us")
         return [
             self.name,
             self.version,
-            self.ran,
-            f"{of('processes'):.0f}",
+            self.setup,
+            f"{median_of('processes'):.0f}",
             f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
-            "" if beside is None else f"{beside:.2g}",
+            "" if ratio is None else f"{ratio:.2g}",
             f"{cpu / self.messages:,.0f}",
             f"{cpu / self.learners:,.0f}",
-            f"{of('memory_mb'):,.0f}",
-            f"{of('startup_s'):.1f}",
+            f"{median_of('memory_mb'):,.0f}",
+            f"{median_of('startup_s'):.1f}",
         ]
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """One row a peer, in Markdown."""
+def build_table(rows: Sequence[Row]) -> Table:
+    """Build the table in Markdown, one row per peer."""
     shown = Table(box=box.MARKDOWN)
     for head in ("peer", "version", "what it ran"):
         shown.add_column(head)
@@ -356,15 +362,17 @@ def table(rows: Sequence[Row]) -> Table:
     return shown
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     names = [peer.name for peer in PEERS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of {', '.join(names)}")
-    parser.add_argument("--seconds", type=float, default=15.0, help="that a peer is measured (default: 15)")
-    parser.add_argument("--repeats", type=int, default=1, help="how often each is run (default: 1)")
-    parser.add_argument("--quick", action="store_true", help="three seconds each: does it run at all?")
-    parser.add_argument("--folder", type=Path, help="where environments are kept, 3 GB (default: a temporary one)")
+    parser.add_argument(
+        "--seconds", type=float, default=15.0, help="duration of the measurement of a peer (default: 15)"
+    )
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each peer (default: 1)")
+    parser.add_argument("--quick", action="store_true", help="three seconds each, to test the benchmark itself")
+    parser.add_argument("--folder", type=Path, help="folder of the environments, 3 GB (default: a temporary one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to a file")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -374,47 +382,47 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def run(options: argparse.Namespace, folder: Path) -> list[Row]:
-    """Ours and a peer in turn, each peer so often."""
+def run_all(options: argparse.Namespace, folder: Path) -> list[Row]:
+    """Run our ring and each peer in turn, `repeats` times."""
     chosen = [peer for peer in PEERS if not options.only or peer.name in options.only]
     rounds, version = 300 if options.quick else 2_000, str(machine()["sottovoce"])
-    cases = [Case(name, rounds, dim=DIM, tls="tls" in name) for name in OURS]
-    ours = [Row(name, version, ran, 5, 10, []) for name, ran in OURS.items()]
-    theirs = [Row(p.name, "", p.ran, p.learners, p.messages, []) for p in chosen]
+    cases = [Case(name, rounds, dim=DIM, tls="tls" in name) for name in OUR_RINGS]
+    our_rows = [Row(name, version, setup, 5, 10, []) for name, setup in OUR_RINGS.items()]
+    peer_rows = [Row(p.name, "", p.setup, p.learners, p.messages, []) for p in chosen]
     for _ in range(options.repeats):
-        for peer, row in zip(chosen, theirs, strict=True):
+        for peer, row in zip(chosen, peer_rows, strict=True):
             try:
-                python = environment(peer, folder)
-                row.version = version_of(peer, python)
-                for case, own_row in zip(cases, ours, strict=True):
+                python = prepare_environment(peer, folder)
+                row.version = read_version(peer, python)
+                for case, own_row in zip(cases, our_rows, strict=True):
                     with console.status(case.name):
-                        own_row.samples.append(asyncio.run(own(case)))
+                        own_row.samples.append(asyncio.run(measure_ours(case)))
                 with console.status(peer.name):
-                    sample = measured(peer, python, options.seconds)
-                beside = ours[0].samples[-1].rounds_per_s
-                row.samples.append(Sample(**asdict(sample) | {"ours": beside}))
+                    sample = measure_peer(peer, python, options.seconds)
+                our_rate = our_rows[0].samples[-1].rounds_per_s
+                row.samples.append(Sample(**asdict(sample) | {"our_rounds_per_s": our_rate}))
             except (SottovoceError, OSError) as error:
-                row.why = str(error)
+                row.reason = str(error)
                 console.print(f"{peer.name}: {error}", style="red", markup=False, highlight=False)
-    return [*ours, *theirs]
+    return [*our_rows, *peer_rows]
 
 
 def main() -> int:
-    """Measure and show; 1 where something could not be run."""
-    options = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does: what was started is ended
+    """Run the benchmark and print the results; return 1 if a peer could not run."""
+    options = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does: the block of each process ends it
     before = machine()
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-")))
         folder.mkdir(parents=True, exist_ok=True)
-        rows = run(options, folder.resolve())
+        rows = run_all(options, folder.resolve())
     after = machine()
     console.print(
         f"{after['date']}, {after['processor']}, {after['cores']} cores, load {before['load']} before and {after['load']} after, "
         f"Python {after['python']}",
         highlight=False,
     )
-    console.print(table(rows))
+    console.print(build_table(rows))
     if options.json is not None:
         write_json(options.json, {"load_before": before["load"], "rows": [asdict(row) for row in rows]})
     return 0 if all(row.samples for row in rows) else 1

@@ -1,10 +1,10 @@
-"""Write, or check, the Python code of the wire: `sottovoce_wire/v1/*.proto` to `generated/sottovoce_wire/v1`.
+"""Generator of the Python code of the wire: from `sottovoce_wire/v1/*.proto` to `generated/sottovoce_wire/v1`.
 
     python proto/generate.py            # write
-    python proto/generate.py --check    # exit 1 and name the files where the committed code is not what protoc writes
+    python proto/generate.py --check    # exit 1 and name the files if the committed code differs from the output of protoc
 
 The proto path equals the Python path, so the generated imports need no rewriting. The protoc of tools.txt is older
-than any protobuf that the services run with, so that its code runs with all: uv gives it an environment of its own.
+than every protobuf version that the services support, so its code runs with all of them: uv runs it in its own environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOOLS = HERE / "tools.txt"
 
 
 def generate(into: Path) -> None:
-    """Run protoc, writing messages, services and the stubs of both below the folder `into`."""
+    """Run protoc; write messages, services and the stubs of both below the folder `into`."""
     protos = sorted(path.relative_to(HERE).as_posix() for path in HERE.glob("sottovoce_wire/**/*.proto"))
     outputs = [
         f"--python_out={into}",
@@ -43,20 +43,20 @@ def generate(into: Path) -> None:
         "--python=3.11",
         f"--with-requirements={TOOLS}",
     ]
-    # The stubs are of this environment's mypy-protobuf, found on the PATH, where one that is not activated is missing.
+    # protoc finds this environment's mypy-protobuf, which writes the stubs, on the PATH; the environment may not be activated.
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
     command = [*tools, "python", "-W", "ignore", "-m", "grpc_tools.protoc", "-I.", *outputs, *protos]
     subprocess.run(command, cwd=HERE, env={**os.environ, "PATH": path}, check=True)
 
 
-def read(folder: Path) -> dict[str, bytes]:
-    """Read the generated files below a folder: path to content."""
+def read_generated(folder: Path) -> dict[str, bytes]:
+    """Read the generated files below a folder; return content by path."""
     found = (path for path in folder.rglob("*_pb2*.py*") if path.suffix != ".pyc")
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 
-def differences(committed: dict[str, bytes], fresh: dict[str, bytes]) -> list[str]:
-    """List the differences of the committed files, one line each."""
+def list_differences(committed: dict[str, bytes], fresh: dict[str, bytes]) -> list[str]:
+    """List the list_differences between committed and fresh files, one line each."""
     return [
         *(f"missing: {name}" for name in sorted(fresh.keys() - committed.keys())),
         *(f"stale, no .proto makes it: {name}" for name in sorted(committed.keys() - fresh.keys())),
@@ -65,16 +65,16 @@ def differences(committed: dict[str, bytes], fresh: dict[str, bytes]) -> list[st
 
 
 def main() -> int:
-    """Run the command line."""
+    """Run the command; return 1 if `--check` finds a difference."""
     parser = argparse.ArgumentParser(description="Write the Python code of the wire.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the code is not fresh")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the code is not fresh")
     check = parser.parse_args().check
 
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
-        committed, fresh = read(GENERATED), read(Path(folder))
+        committed, fresh = read_generated(GENERATED), read_generated(Path(folder))
     if check:
-        problems = differences(committed, fresh)
+        problems = list_differences(committed, fresh)
         print("\n".join(problems) or f"{len(fresh)} generated files are fresh")
         return 1 if problems else 0
 

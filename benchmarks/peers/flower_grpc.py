@@ -1,4 +1,4 @@
-"""Flower, as it was until 1.13 and can still be called: a server and clients that live as long as the run, by gRPC."""
+"""Star of Flower with its interface until 1.13, which still exists: server and clients run for the whole run, over gRPC."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ import os
 import socket
 from typing import Any
 
-os.environ["FLWR_TELEMETRY_ENABLED"] = "0"  # looked at when it is imported
+os.environ["FLWR_TELEMETRY_ENABLED"] = "0"  # before the import, which reads it
 import numpy as np
 from flwr.client import NumPyClient, start_client
 from flwr.common import parameters_to_ndarrays
 from flwr.server import ServerConfig, start_server
 from flwr.server.strategy import FedAvg
-from progress import reached
+from progress import record_round
 
 
 class Idle(NumPyClient):
-    """Adds its index in each round, so that the mean rises by theirs."""
+    """Client that adds its index in each round, so that the mean rises by the mean of the indices."""
 
     def __init__(self, index: int, dim: int) -> None:
         self.index, self.dim = index, dim
 
     def get_parameters(self, config: Any) -> list[Any]:
-        """The first ones."""
+        """Return the initial parameters."""
         return [np.zeros(self.dim)]
 
     def fit(self, parameters: list[Any], config: Any) -> tuple[list[Any], int, dict[str, Any]]:
-        """The vector that came goes back, a little more."""
+        """Return the received vector plus the index."""
         return [parameters[0] + self.index], 1, {}
 
 
-class Counting(FedAvg):
-    """Says how far it is."""
+class RecordingFedAvg(FedAvg):
+    """Federated averaging that records its progress."""
 
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
-        """A round is over."""
+        """Aggregate a round, check the mean, and record the round."""
         if failures:
             raise RuntimeError(f"{len(failures)} clients failed in round {server_round}: {failures[0]}")
         aggregated = super().aggregate_fit(server_round, results, failures)
         (value,) = parameters_to_ndarrays(aggregated[0])
         assert np.allclose(value, server_round * (len(results) - 1) / 2)
-        reached(server_round)
+        record_round(server_round)
         return aggregated
 
 
 def client(address: str, index: int, dim: int) -> None:
-    """One client."""
+    """Run one client."""
     start_client(server_address=address, client=Idle(index, dim).to_client(), insecure=True)
 
 
 def main() -> None:
-    """Run until somebody ends it."""
+    """Run until the process is killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("--learners", "--dim", "--rounds"):
         parser.add_argument(name, type=int, required=True)
@@ -62,8 +62,8 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     for i in range(options.learners):
         context.Process(target=client, args=(address, i, options.dim), daemon=True).start()
-    everyone = {f"min_{what}_clients": options.learners for what in ("fit", "available")}
-    strategy = Counting(fraction_evaluate=0.0, **everyone)
+    minimums = {f"min_{stage}_clients": options.learners for stage in ("fit", "available")}
+    strategy = RecordingFedAvg(fraction_evaluate=0.0, **minimums)
     start_server(server_address=address, config=ServerConfig(num_rounds=options.rounds), strategy=strategy)
 
 

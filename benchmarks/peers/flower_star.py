@@ -1,4 +1,4 @@
-"""Flower: its deployment of a SuperLink and SuperNodes on one machine, federated averaging of a vector in every round."""
+"""Star of Flower: a SuperLink and SuperNodes on one machine, federated averaging of a vector in every round."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
-from progress import reached
+from progress import record_round
 
 PROJECT = """
 [project]
@@ -54,35 +54,35 @@ server = ServerApp()
 
 @client.train()
 def train(message: Message, context: Context) -> Message:
-    """The vector that came goes back, more by the node's index."""
+    """Return the received vector plus the index of the node."""
     (value,) = message.content["arrays"].to_numpy_ndarrays()
     arrays = ArrayRecord([value + context.node_config["index"]])
     return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
 
 
-class Counting(FedAvg):
-    """Says how far it is."""
+class RecordingFedAvg(FedAvg):
+    """Federated averaging that records its progress."""
 
     def aggregate_train(self, server_round: int, replies: Any) -> Any:
-        """A round is over."""
+        """Aggregate a round, check the mean, and record the round."""
         replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
         (value,) = arrays.to_numpy_ndarrays()
         assert np.allclose(value, server_round * (len(replies) - 1) / 2)
-        reached(server_round)
+        record_round(server_round)
         return arrays, metrics
 
 
 @server.main()
 def serve(grid: Grid, context: Context) -> None:
-    """All rounds."""
+    """Run all rounds."""
     learners, dim, rounds = (int(context.run_config[name]) for name in ("learners", "dim", "rounds"))
-    strategy = Counting(fraction_evaluate=0.0, min_train_nodes=learners, min_available_nodes=learners)
+    strategy = RecordingFedAvg(fraction_evaluate=0.0, min_train_nodes=learners, min_available_nodes=learners)
     strategy.start(grid, ArrayRecord([np.zeros(dim)]), num_rounds=rounds)
 
 
-def free_ports(count: int) -> list[int]:
-    """That nobody listens on."""
+def find_free_ports(count: int) -> list[int]:
+    """Return free TCP ports."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
@@ -91,7 +91,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def main() -> None:
-    """Run until somebody ends it; everything is written to the current folder."""
+    """Run until the process is killed; all files go to the current folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("--learners", "--dim", "--rounds"):
         parser.add_argument(name, type=int, required=True)
@@ -103,7 +103,7 @@ def main() -> None:
     (app / "pyproject.toml").write_text(PROJECT.format(**vars(options)), encoding="utf-8")
     for name in ("flower_star.py", "progress.py"):
         shutil.copy(Path(__file__).with_name(name), app)
-    link, *nodes = free_ports(1 + options.learners)
+    link, *nodes = find_free_ports(1 + options.learners)
     (home / "config.toml").write_text(CONNECTION.format(port=link), encoding="utf-8")
     os.environ |= {"FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
     os.environ["PATH"] = f"{own}{os.pathsep}{os.environ['PATH']}"

@@ -1,6 +1,6 @@
-"""p2pfl: nodes of gRPC in processes of their own, a ring, which train nothing and average a vector."""
+"""Ring of p2pfl: gRPC nodes in separate processes that average a vector without training."""
 
-# ruff: noqa: E402 - one of its settings counts while the rest of it is imported
+# ruff: noqa: E402 - a setting must precede the other imports
 from __future__ import annotations
 
 import argparse
@@ -14,24 +14,24 @@ import numpy as np
 import pandas as pd
 from p2pfl.settings import Settings
 
-Settings.general.DISABLE_RAY = True  # before anything else of it is imported
+Settings.general.DISABLE_RAY = True  # before any other import of p2pfl
 from p2pfl.learning.dataset.p2pfl_dataset import P2PFLDataset
 from p2pfl.learning.frameworks.learner import Learner
 from p2pfl.learning.frameworks.p2pfl_model import P2PFLModel
 from p2pfl.node import Node
 from p2pfl.utils.utils import set_standalone_settings
-from progress import reached
+from progress import record_round
 
 
 class Vector(P2PFLModel):
-    """A model that is a vector."""
+    """Model that consists of one vector."""
 
     def get_parameters(self) -> list[Any]:
-        """Of one array."""
+        """Return a list of one array."""
         return [self.model]
 
     def set_parameters(self, params: list[Any] | bytes) -> None:
-        """From arrays, or as they come from others."""
+        """Set the vector from arrays, or from bytes of another node."""
         if isinstance(params, bytes):
             params, self.additional_info = self.decode_parameters(params)
         (self.model,) = params
@@ -41,25 +41,25 @@ class Vector(P2PFLModel):
 
 
 class Idle(Learner):
-    """Adds its index in each round, so that all rise by their mean; each call of `fit` begins a round."""
+    """Learner that adds its index in each round, so that all rise by the mean index; each call of `fit` begins a round."""
 
     def __init__(self, index: int, learners: int) -> None:
         super().__init__()
         self.index, self.mean, self.rounds = index, (learners - 1) / 2, 0
 
     def fit(self) -> P2PFLModel:
-        """The model, a little more; all rounds before are done."""
+        """Return the model plus the index; all rounds before are done."""
         (value,) = self.get_model().get_parameters()
         if self.index == 0:
             assert np.allclose(value, self.mean * self.rounds)
-            reached(self.rounds)
+            record_round(self.rounds)
         self.rounds += 1
         self.get_model().set_parameters([value + self.index])
         self.get_model().set_contribution([self.addr], 1)
         return self.get_model()
 
     def interrupt_fit(self) -> None:
-        """There is nothing to interrupt."""
+        """Do nothing: `fit` returns at once."""
 
     def evaluate(self) -> dict[str, float]:
         return {}
@@ -68,19 +68,19 @@ class Idle(Learner):
         return "numpy"
 
 
-def settings(period_s: float) -> None:
-    """Those of its examples, or with a period of their own for all that a round waits for."""
+def apply_settings(period_s: float) -> None:
+    """Apply the settings of p2pfl's examples; with a period, use it for all waits of a round."""
     set_standalone_settings()
-    Settings.heartbeat.TIMEOUT = 60  # at 5 s, its default, nodes of a busy machine took each other for dead
+    Settings.heartbeat.TIMEOUT = 60  # with the default of 5 s, nodes of a busy machine treated each other as failed
     if period_s:
-        Settings.general.GRPC_TIMEOUT = 1  # how long a circle of nodes, each of which waits for the next, stands still
+        Settings.general.GRPC_TIMEOUT = 1  # limits the deadlock of a cycle of nodes that wait for each other
         Settings.gossip.PERIOD = Settings.gossip.MODELS_PERIOD = period_s
         Settings.gossip.EXIT_ON_X_EQUAL_ROUNDS = 10_000
 
 
-def node(index: int, options: argparse.Namespace, pipe: Connection) -> None:
-    """One node: says its address, connects to the one that it is told, and the first of them starts the rounds."""
-    settings(options.period_s)
+def run_node(index: int, options: argparse.Namespace, pipe: Connection) -> None:
+    """Run one node: send its address, connect to the received address; the first node starts the rounds."""
+    apply_settings(options.period_s)
     learner = Idle(index, options.learners)
     data = P2PFLDataset.from_pandas(pd.DataFrame({"x": [0.0]}))
     node = Node(Vector(np.zeros(options.dim)), data, learner=learner)
@@ -96,20 +96,24 @@ def node(index: int, options: argparse.Namespace, pipe: Connection) -> None:
 
 
 def main() -> None:
-    """Run until somebody ends it."""
+    """Run until the process is killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("--learners", "--dim", "--rounds"):
         parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--period-s", type=float, default=0.0, help="of its gossip (default: that of its examples)")
+    parser.add_argument(
+        "--period-s", type=float, default=0.0, help="period of the gossip (default: that of p2pfl's examples)"
+    )
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(options.learners)]
-    processes = [context.Process(target=node, args=(i, options, theirs)) for i, (_, theirs) in enumerate(pipes)]
+    processes = [
+        context.Process(target=run_node, args=(i, options, child_end)) for i, (_, child_end) in enumerate(pipes)
+    ]
     for process in processes:
         process.start()
-    ends = [ours for ours, _ in pipes]
+    ends = [parent_end for parent_end, _ in pipes]
     addresses = [end.recv() for end in ends]
-    for i, end in enumerate(ends):  # one by one: five that shake hands in a circle wait for each other
+    for i, end in enumerate(ends):  # one by one: five nodes that connect in a cycle at once wait for each other
         end.send(addresses[(i + 1) % len(addresses)])
         if not end.recv():
             sys.exit(f"node {i} could not connect")

@@ -1,6 +1,6 @@
-"""How a peer's learner says how far it is: a file of its last round and the moment, which `peers.py` reads meanwhile.
+"""Progress file of a peer: number of the last round and its time, written by a learner and read by `peers.py`.
 
-Runs in every peer's environment, so it needs the standard library alone.
+The module runs in the environment of every peer, so it needs only the standard library.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from functools import cache
 from pathlib import Path
 
 FILE = "SOTTOVOCE_PEER_PROGRESS"
-"""The variable that names the file; every process of a run has it, which is also how they are found."""
+"""Environment variable with the path of the file. `peers.py` finds the processes of a run by it."""
 FORM = struct.Struct("<Qd")
 
 
 @cache
-def _file() -> int:
+def _open_file() -> int:
     return os.open(os.environ[FILE], os.O_WRONLY)
 
 
-def reached(rounds: int) -> None:
-    """So many rounds are done, now."""
-    os.pwrite(_file(), FORM.pack(rounds, time.monotonic()), 0)
+def record_round(rounds: int) -> None:
+    """Record that `rounds` rounds are done now."""
+    os.pwrite(_open_file(), FORM.pack(rounds, time.monotonic()), 0)
 
 
 def read(file: Path) -> tuple[int, float]:
-    """Rounds that are done, and when the last of them was (seconds, monotonic)."""
+    """Read the number of rounds done, and the time of the last one (seconds, monotonic)."""
     rounds, at = FORM.unpack(file.read_bytes())
     return int(rounds), float(at)

@@ -87,7 +87,7 @@ def _build_gallery_page(gallery: Gallery) -> Page:
 
 
 def _find_faded_transcript(results: AttackResults) -> tuple[str, Reconstruction] | None:
-    """Return the first transcript with noise of which fewer than 5 % of the pictures are recognised."""
+    """Return the first transcript with noise whose pictures are recognised in fewer than 5 % of the cases."""
     return next(((label, each) for label, each in list(results.items())[1:] if each.recognised_share < 0.05), None)
 
 

@@ -33,7 +33,7 @@ _LEASED = _metric("run_leased_rounds", "Rounds that the clock of a run under way
 _ATTEMPT = _metric("run_attempts", "Number of times a run under way was resumed, or its learners changed.", "run")
 _UNCAPTURED = _metric("runs_uncaptured", "Runs under way whose spec requires a capture, and nothing is captured.")
 _VIOLATIONS = _metric(
-    "violations", "Violations that learners of remembered runs reported of neighbours, by rule.", "rule"
+    "violations", "Violations that learners of remembered runs reported of neighbours, by kind.", "kind"
 )
 
 _JOINED = _metric("learners_joined", "Learners that are connected.")
@@ -65,13 +65,13 @@ def collect_metrics(
     yield from _collect_states(runs)
     yield from _get_failed_runs(runs)
     yield from _collect_active([managed for managed in managed_runs if not managed.machine.has_ended])
-    rules = Counter(
+    kinds = Counter(
         VIOLATION_KINDS[each.kind].name.lower()
         for managed in managed_runs
         for each in managed.machine.violations.values()
     )
-    for rule, count in rules.items():
-        yield _VIOLATIONS.sample(count, rule)
+    for violated, count in kinds.items():
+        yield _VIOLATIONS.sample(count, violated)
     yield _JOINED.sample(len(members))
     yield _EPOCHS.sample(members.epoch_count)
     for kind, count in refused.items():

@@ -72,7 +72,7 @@ class RunController:
 
     def continue_run(self, managed: ManagedRun) -> None:
         """Continue a restored run, whose learners are yet to reconnect."""
-        log.info("run goes on", run_id=managed.machine.run_id, leased=managed.machine.clock.leased_until)
+        log.info("run resumed", run_id=managed.machine.run_id, leased=managed.machine.clock.leased_until)
         for index, since in managed.machine.disconnected_since.items():
             self._tasks.start(self._watch_deadline(managed, index, since), "the deadline of a learner is not watched")
         self._start_background_tasks(managed)

@@ -285,7 +285,11 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         """Log a changing call: its caller, facts and outcome. The block may add facts."""
         caller = self.config.credentials.identify_caller(context)
         logged: dict[str, object] = {name: value[:_MAX_LOGGED_CHARS] for name, value in facts.items()}
-        logged |= {"call": call, "by": UNIDENTIFIED_CALLER if caller is None else caller.uri, "peer": context.peer()}
+        logged |= {
+            "call": call,
+            "caller": UNIDENTIFIED_CALLER if caller is None else caller.uri,
+            "peer": context.peer(),
+        }
         try:
             yield logged
         except asyncio.CancelledError:

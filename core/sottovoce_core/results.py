@@ -116,7 +116,7 @@ def collect_facts(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """One simulated run with its measurements."""
+    """Simulated run with its measurements."""
 
     facts: Facts
     curves: Curves

@@ -1,9 +1,9 @@
-"""Issue identities for the demo: one for every service of deploy/compose.yaml, into a volume of its own.
+"""Issuer of the identities of the demo: one for every service of deploy/compose.yaml, in its own volume.
 
     python identities.py DOMAIN ROLE/NAME[@USER]...
 
-May run again at any time: an existing identity is kept, and renewed after half of its validity. Runs as root, with the one
-capability that changes the owner of a new volume.
+The script may run again at any time: it keeps an existing identity, and renews it after half of its validity. It runs as root
+with one capability: to change the owner of a new volume.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ USER = 65532
 
 
 def main(domain: str, *principals: str) -> None:
-    """Issue missing identities, and renew old ones."""
+    """Issue missing identities and renew old ones."""
     exists = (AUTHORITY / AUTHORITY_KEY).exists()
     authority = Authority(AUTHORITY) if exists else Authority.init(AUTHORITY, domain)
     for each in principals:
@@ -40,7 +40,7 @@ def main(domain: str, *principals: str) -> None:
 
 
 def _change_owner(folder: Path, user: int) -> None:
-    """Change the owner of a folder and its files; the folder is the last, because only its owner may list it."""
+    """Change the owner of a folder and its files; the folder comes last, because only its owner may list it."""
     if user == 0:
         os.chown(folder, 0, 0)
         folder.chmod(0o700)
@@ -54,5 +54,5 @@ if __name__ == "__main__":
         main(*sys.argv[1:])
     except (SottovoceError, OSError) as error:
         sys.exit(
-            f"no identities: {error}. Volumes of an older demo? docker compose -f deploy/compose.yaml down --volumes"
+            f"no identities: {error}. With volumes of an older demo: docker compose -f deploy/compose.yaml down --volumes"
         )

@@ -37,7 +37,7 @@ EXCHANGE_METHODS = frozenset({"/sottovoce_wire.v1.Learner/Exchange", ""})
 
 
 class CaptureRow(NamedTuple):
-    """One row of a capture: a message, or a hello, a signature, metadata or trailers.
+    """Row of a capture: a message, or a hello, a signature, metadata or trailers.
 
     Attributes:
         caller, callee: the edge, from the learner that opens the stream to the one that accepts it.
@@ -210,7 +210,9 @@ class CaptureChecks:
         if self.detection_count <= _MAX_STORED_DETECTIONS:
             self.first_detections.append(detection)
         if self.detection_count <= _MAX_LOGGED_DETECTIONS:
-            log.error("must never happen", capture=self._capture_id, rule=detection.kind, what=detection.text)
+            log.error(
+                "protocol violation detected", capture=self._capture_id, kind=detection.kind, detail=detection.text
+            )
         if self.detection_count == _MAX_LOGGED_DETECTIONS:
             log.error("more detections are counted, not logged", capture=self._capture_id)
 

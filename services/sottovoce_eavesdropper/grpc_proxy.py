@@ -174,7 +174,7 @@ class GrpcProxy(grpc.GenericRpcHandler):
         return self._channel
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return the handler of any method: streams of bytes in both directions, of which a unary call is a special case."""
+        """Return the handler of any method: streams of bytes in both directions; a unary call is a special case."""
 
         async def handle(requests: object, context: Context) -> None:
             async with abort_on_error(context):
@@ -381,7 +381,7 @@ class StandaloneProxy:
                 raise
             raise Unavailable(f"{error}, or --tls-cert and --tls-key are not a certificate and its key") from None
         self._writing.start(self.writer.write_parts(), "a capture is no longer written")
-        log.info("capture opened", to=self._config.server_address, folder=self.folder)
+        log.info("capture opened", target=self._config.server_address, folder=self.folder)
         return address
 
     async def stop(self) -> None:

@@ -194,7 +194,9 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         """Stream the files of a capture: `capture.json` first, then at least the parts that it counts."""
         file = self._captures.get(request.capture_id).writer
         if not request.first_part:  # followers of a capture call every second: only their first call is logged
-            log.info("capture read", capture=file.capture_id, by=self._get_caller_name(context) or UNIDENTIFIED_CALLER)
+            log.info(
+                "capture read", capture=file.capture_id, caller=self._get_caller_name(context) or UNIDENTIFIED_CALLER
+            )
         await file.flush_fully()
         for chunk in _split("capture.json", await asyncio.to_thread(_read_file, file.storage_folder, "capture.json")):
             yield chunk

@@ -128,7 +128,7 @@ class LeaseTracker:
 
 
 class TimedWait(NamedTuple):  # created in every round: a frozen dataclass takes four times as long
-    """One wait.
+    """Wait of a learner.
 
     Attributes:
         round: round of the learner.

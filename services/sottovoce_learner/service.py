@@ -48,7 +48,7 @@ _MAX_RUN_ID_CHARS = 128
 
 
 class Learner:
-    """One learner: serves its neighbours and its owner, and follows its coordinator.
+    """Learner service: serves neighbours and owner, and follows the coordinator.
 
     Args:
         config: settings of the learner.

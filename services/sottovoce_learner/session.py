@@ -1,4 +1,4 @@
-"""One run of one learner: the round loop around the pure algorithm.
+"""Run of a learner: the round loop around the pure algorithm.
 
 A round: wait for its lease, form the message, log and charge it, send it; take the round's records, receive the messages
 of all neighbours, update. The pure parts decide (algorithm, privacy filter, inbox, record queue), and `state_machine.py`

@@ -30,7 +30,7 @@ _FIELDS: dict[type[Command], str] = {
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """One start of a coordinator, as the source of commands.
+    """Start of a coordinator, as the source of commands.
 
     Attributes:
         term: number of coordinator starts on this state, this one included; 0: no durable state.

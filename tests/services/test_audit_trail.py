@@ -67,14 +67,14 @@ async def test_every_call_that_changes_something_is_logged_with_who_made_it(tmp_
     assert max(len(json.dumps(each)) for each in calls(log)) < 4_000
     told = {each["call"]: each for each in calls(log)}
     assert set(told) == CHANGES
-    assert {each["by"] for each in told.values()} == {alice.principal.uri if alice.principal else ""}
+    assert {each["caller"] for each in told.values()} == {alice.principal.uri if alice.principal else ""}
     assert {name for name, each in told.items() if each["outcome"] == "done"} == {"StartRun", "StopRun"}
     assert told["StopRun"]["run_id"] == told["StartRun"]["run_id"] == run_id
     assert told["LeaveRun"] | {"peer": "", "error": ""} == {
         "event": "operator call",
         "log_level": "warning",
         "call": "LeaveRun",
-        "by": alice.principal.uri if alice.principal else "",
+        "caller": alice.principal.uri if alice.principal else "",
         "peer": "",
         "run_id": "other",
         "learner": "ann",
@@ -94,7 +94,7 @@ async def test_an_end_is_logged_with_its_rounds_and_its_reason(tmp_path: Path) -
         with structlog.testing.capture_logs() as log:
             outcome = await up.run(spec, made_up(spec))
         (started,) = calls(log)
-        assert (started["by"], started["peer"].startswith("ipv4:127.0.0.1:")) == (UNIDENTIFIED_CALLER, True)
+        assert (started["caller"], started["peer"].startswith("ipv4:127.0.0.1:")) == (UNIDENTIFIED_CALLER, True)
         (end,) = [each for each in log if each["event"] == "run ended"]
         assert (end["run_id"], end["state"], end["rounds"], end["log_level"]) == (outcome.run_id, "finished", 5, "info")
         with structlog.testing.capture_logs() as log:

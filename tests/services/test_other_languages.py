@@ -83,9 +83,10 @@ async def test_the_example_in_javascript_feeds_each_record_once_though_it_is_kil
             assert process.stdin is not None
             process.stdin.write(given)
             async with asyncio.timeout(PATIENCE_S):
-                while up.learners["south"].status.records < part:  # noqa: ASYNC110 - it tells nobody here
+                while up.learners["south"].status.records < part:
+                    assert process.returncode is None, "the example ended early"
                     await asyncio.sleep(0)
             process.send_signal(signal.SIGKILL)
             await process.wait()
-        assert await said_by(*command, given=given) == "3000 records are in the learner's keeping\n"
+        assert await said_by(*command, given=given) == "the learner has stored 3000 records\n"
         assert up.learners["south"].status.records == 3_000

@@ -446,7 +446,7 @@ def _require_no_canaries(place: str) -> None:
 
 
 def require_wire_threat(threat: ThreatModel) -> None:
-    """Refuse a threat model of which channels carry nothing.
+    """Refuse a threat model whose channels carry no messages.
 
     Raises:
         SpecError: It is that of published decisions.

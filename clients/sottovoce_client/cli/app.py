@@ -224,7 +224,7 @@ def _make_address_check(listen: bool = False, check: Callable[[str, str], object
 
 
 def make_number_option(*flags: str, min_value: float, max_value: float, **options: Any) -> Any:
-    """Build an option that is a number in a range, like `typer.Option`, some versions of which accept not-a-number."""
+    """Build an option that is a number in a range, like `typer.Option`, which accepts not-a-number in some versions."""
 
     def check_value(parameter: typer.CallbackParam, value: float | None) -> float | None:
         if value is not None and math.isnan(value):

@@ -46,7 +46,7 @@ def _encode_position(offset: int, check: int) -> int:
 
     Args:
         offset: bytes or rows before it; below 2**47.
-        check: checksum, of which the lowest 16 bits are used: another file has the same by chance once in 65,536 times.
+        check: checksum; its lowest 16 bits are used: another file has the same by chance once in 65,536 times.
     """
     return offset << _CHECK_BITS | (check & (1 << _CHECK_BITS) - 1)
 
@@ -432,7 +432,7 @@ def build_file_partitions(
         excluded_path: file that must not be fed; None: none.
 
     Raises:
-        DataError: some are not files, each of which is named; or the delimiter is not valid.
+        DataError: some are not files; the error names each; or the delimiter is not valid.
         SpecError: one of them is `excluded_path`, or pyarrow is not installed.
     """
     errors = list[str]()

@@ -56,7 +56,7 @@ def _find_line_end(stretch: bytes, at: int, *, is_complete: bool) -> tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class JsonLines:
-    """One object on each line."""
+    """Format with a JSON object on each line."""
 
     def read_header(
         self, stretch: bytes, column_check: ColumnCheck = accept_any_columns, *, is_complete: bool

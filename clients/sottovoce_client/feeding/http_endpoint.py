@@ -63,7 +63,7 @@ class _ErrorResponse(Exception):
 
 @dataclass(eq=False, slots=True)
 class _SourceConnection:
-    """One connected source."""
+    """Connected source."""
 
     connection: connect_learner
     learner: ConnectedLearner

@@ -26,7 +26,7 @@ NO_NUMBERS = "features and label: not a list of as many numbers as the run has f
 
 @dataclass(frozen=True, slots=True)
 class SourceMessage:
-    """One received message.
+    """Received message.
 
     Attributes:
         body: fields and their values, or the bytes of a JSON object.

@@ -97,7 +97,7 @@ def report_budget(
     """Print the guarantees of a run, and write `budget.json` and `budget.html`; return the exit code.
 
     Args:
-        prepared: Run and its records, of which only the numbers by round matter.
+        prepared: Run and its records; only the numbers by round matter.
         folder: Output folder.
         names: Names of the learners to show (empty: all).
         request: Requested epsilons.

@@ -106,7 +106,7 @@ class LearnerSignatures:
 
     @property
     def equivocated_rounds(self) -> list[int]:
-        """Rounds of which it signed two messages: proof of equivocation."""
+        """Rounds with two signed messages: proof of equivocation."""
         return sorted(self._signed_twice)
 
     @property

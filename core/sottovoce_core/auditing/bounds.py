@@ -70,7 +70,7 @@ MIN_PRINTED_P_VALUE = 1e-300
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """One test and its result."""
+    """Test and its result."""
 
     name: str
     description: str

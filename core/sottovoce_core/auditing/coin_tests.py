@@ -185,7 +185,7 @@ MAX_UNTRACED_RUNS = 1
 """Maximum number of runs that an interrupted audit can leave without a trace: it makes one after the other."""
 
 COMPLETE_OUTCOME = "complete"
-"""Outcome of a run of which all rounds were recorded."""
+"""Outcome of a run with all rounds recorded."""
 
 
 @dataclass(frozen=True, slots=True)

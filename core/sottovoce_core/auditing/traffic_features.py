@@ -42,7 +42,7 @@ class DecodedMessage:
 
 @dataclass(frozen=True, slots=True)
 class CapturedFrame:
-    """One captured item of traffic.
+    """Captured item of traffic.
 
     Attributes:
         kind: `message`, `metadata` or `trailers`; between learners also `hello`, with which a stream begins, and `signature`,

@@ -194,7 +194,7 @@ class _Number(_Typed):
 
 
 class _Category(_Typed):
-    """One of the declared words or numbers."""
+    """Declared word or number."""
 
     type: Literal["category"] = "category"
     categories: Annotated[_Categories, Field(min_length=1)]
@@ -353,7 +353,7 @@ class Boolean(_Boolean, Feature):
 
 
 class Category(_Category, Feature):
-    """One of the declared words or numbers: a feature for each, 1 for the value, else 0."""
+    """Declared word or number: a feature for each, 1 for the value, else 0."""
 
     def _names(self, name: str) -> tuple[str, ...]:
         return tuple(f"{name}={word}" for word in self.words)
@@ -414,7 +414,7 @@ class NumberLabel(_Number, Label):
 
 
 class CategoryLabel(_Category, Label):
-    """One of the declared words or numbers: classes 0, 1, ... in this order."""
+    """Declared word or number: classes 0, 1, ... in this order."""
 
     categories: Annotated[_Categories, Field(min_length=2)]
 

@@ -306,7 +306,7 @@ def _draft_date(seen: _ColumnValues) -> _InferredField | None:
 
 
 def _explain_flaws(seen: _ColumnValues) -> _InferredField | None:
-    """Describe numbers or dates of which some cannot be read."""
+    """Describe a column of numbers or dates that can be read in part only."""
     if seen.count(_resembles_number) >= _MIN_TYPE_SHARE * seen.records and not any(map(_is_code, seen.values)):
         flaws = Counter[str]()
         for value, times in zip(seen.values, seen.times, strict=True):

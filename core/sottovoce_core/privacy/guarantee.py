@@ -39,7 +39,7 @@ class Mechanism(StrEnum):
     """
 
     LAPLACE = "laplace"
-    """One Laplace number: for messages with independent Laplace noise on their coordinates; loss = l1 sensitivity / scale."""
+    """Laplace number: for messages with independent Laplace noise on their coordinates; loss = l1 sensitivity / scale."""
     PURE = "pure"
     """Randomised response: any message of this pure epsilon."""
 
@@ -48,7 +48,7 @@ class Adjacency(StrEnum):
     """Privacy unit that is replaced between two adjacent worlds."""
 
     RECORD_USE = "record_use"
-    """One record of a learner, in one use."""
+    """A record of a learner, in one use."""
     LEARNER = "learner"
     """All records of a learner: a whole fixed objective."""
     ROUND = "round"

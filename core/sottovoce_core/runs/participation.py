@@ -282,7 +282,7 @@ def measure_staleness(values: FloatArray) -> StalenessStatistics:
 
 @dataclass(frozen=True, slots=True)
 class StaleStackedMessages(StackedMessages):
-    """`ReceivedMessages` of all learners, each of which has used messages of different rounds.
+    """`ReceivedMessages` of all learners, which may have used messages of different rounds.
 
     Attributes:
         used_rounds: `(learners, width)` used rounds.

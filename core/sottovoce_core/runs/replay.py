@@ -26,7 +26,7 @@ from sottovoce_core.text import format_learner_name
 
 
 class Replay:
-    """One learner's state, replayed from captured messages: in one world, or in several at once.
+    """State of a learner, replayed from captured messages: in one world, or in several at once.
 
     The next round can be queried without side effects (`emit`, `log_density`); `step` completes it. A copy (`copy.copy`)
     continues independently.

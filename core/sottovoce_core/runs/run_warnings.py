@@ -31,7 +31,7 @@ def find_budget_warnings(run: Run, data: PlacedData) -> Iterator[RunWarning]:
 
     Args:
         run: the run as planned.
-        data: its records, of which only their numbers by round matter.
+        data: its records; only their numbers by round matter.
     """
     spec = run.spec
     if spec.privacy.budget is None or spec.is_unbounded:

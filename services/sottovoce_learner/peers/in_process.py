@@ -41,7 +41,7 @@ class _WakeScheduler:
 
 
 class InProcessStream:
-    """One end of a stream, with the read and write methods of a grpc.aio call.
+    """End of a stream, with the read and write methods of a grpc.aio call.
 
     Unread messages are bounded like the queue of a link: a reader takes messages at once, and rejects more.
 

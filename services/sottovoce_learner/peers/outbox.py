@@ -127,7 +127,7 @@ class NeighbourLink:
         self._start_writing()
 
     def queue_signature(self, t: int, signature: Callable[[], bytes]) -> None:
-        """Send a signature after round t, of a block of which the neighbour got a message.
+        """Send the signature of a block after round t, if the neighbour got a message of the block.
 
         Args:
             t: round.

@@ -48,7 +48,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ChainedLine:
-    """One line, its chain, and the offset of its end."""
+    """Line of the ledger, its chain, and the offset of its end."""
 
     facts: Facts
     chain: bytes
@@ -107,7 +107,7 @@ class ChainedLine:
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """One run of one learner.
+    """Run of a learner in its ledger.
 
     Attributes:
         learner: learner name.
@@ -186,7 +186,7 @@ class LedgerEntry:
 
     @classmethod
     def build_unknown(cls, learner: str, run_id: str) -> LedgerEntry:
-        """Return an entry for a run of which only the epsilon is known."""
+        """Return an entry for a run whose epsilon alone is known."""
         return cls(learner, run_id or "repaired", 0, 1, json.dumps({"learners": 1, "algorithm": {"name": "unknown"}}))
 
 

@@ -72,7 +72,7 @@ _KINDS = frozenset(EntryKind)
 
 
 class LogEntry(NamedTuple):
-    """One entry.
+    """Entry of the log.
 
     Attributes:
         kind: kind of the body.

@@ -48,7 +48,7 @@ MAX_FOLLOWED_RECORDS = 512
 
 @dataclass(frozen=True, slots=True)
 class LearnerUpdate:
-    """One learner's update and noise, in the symbols of the module docstring.
+    """Update and noise of a learner, in the symbols of the module docstring.
 
     Attributes:
         dim: n.

@@ -61,7 +61,7 @@ from sottovoce_core.privacy.guarantee import Adjacency, Regularity
 # ---- algorithm -------------------------------------------------------------------------------------------------------
 
 Point = Literal["own", "mixed"]
-"""One of the points x and b, for the gradient or for the played decision."""
+"""Point x or b, for the gradient or for the played decision."""
 
 OwnValue = Literal["noised", "clean"]
 """Own value in the learner's mix: with the noise of its message, or without."""

@@ -121,7 +121,7 @@ class _SensitivityRecursion:
         self.t, self.phi = 0, 0.0
 
     def advance(self, records: int, replaced: int) -> None:
-        """End a round with `records` records, `replaced` of which differ. A reused record is replaced again."""
+        """End a round with `records` records; `replaced` of them differ. A reused record is replaced again."""
         self._seen += records
         self._replaced += replaced
         if self._replaced:

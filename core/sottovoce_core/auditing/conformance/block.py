@@ -273,7 +273,7 @@ class Block:
 
 
 class ConformanceTest(ABC):
-    """One class of tests: receives every run once, in whole runs, and keeps additive statistics.
+    """Class of tests that receives every run once, in whole runs, and keeps additive statistics.
 
     Args:
         layout: layout of the blocks.

@@ -66,7 +66,7 @@ def _update_detector(previous: FloatArray, e_values: FloatArray) -> FloatArray:
 
 
 class _Bet(ABC):
-    """One kind of bet.
+    """Kind of bet.
 
     Attributes:
         name: name of the detected fault.

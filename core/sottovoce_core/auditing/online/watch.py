@@ -88,7 +88,7 @@ class _EProcess:
 
 
 class _WatchedLearner(_EProcess):
-    """One watched learner.
+    """Watched learner.
 
     Args:
         run: run that it belongs to.
