@@ -22,7 +22,10 @@ from sottovoce_core.arrays import FloatArray
 PLACES = ("Aarhus", "Bergen", "Cork", "Delft", "Espoo")
 WARNINGS = (
     ("GAMMA0_LARGE", "gam0 exceeds 1/(3 |delta_m|): only the large-time theorems apply"),
-    ("LAMBDA0_LARGE", "lam0 above the Theorem 1 limit; guarantee starts after round t0 = 3.1e+19"),
+    (
+        "LAMBDA0_LARGE",
+        "lam0 is above the limit of Theorem 1: its convergence bound holds only after round t0 = 3.1e+19",
+    ),
 )
 SPEC = "name: mushrooms\nrounds: 500\ntopology:\n  graph: {kind: ring}\n  weights: {kind: constant, value: 0.3}\n"
 

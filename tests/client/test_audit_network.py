@@ -124,7 +124,7 @@ def ending(monkeypatch: pytest.MonkeyPatch, state: str, detail: str, whole: int 
 @pytest.mark.parametrize(
     ("state", "detail", "error", "why"),
     [
-        ("stopped", STOPPED_BY_OPERATOR, RunInterrupted, "stopped by the operator"),
+        ("stopped", STOPPED_BY_OPERATOR, RunInterrupted, "the operator stopped the run"),
         ("failed", "a failed: why", RunFailed, "a failed: why"),
     ],
 )

@@ -132,7 +132,7 @@ def test_the_table_and_the_lines_say_the_same(records: Path, tmp_path: Path) -> 
     for text in (plain, table):
         assert "proof: Chen & Wang 2025" in text
         assert "assumes clip_norm = 1: the loss" in text
-        assert "a record use at each of these 3 learners, total" in text
+        assert "one record use at each of these 3 learners, total" in text
 
 
 def test_infinite_budgets_are_said_and_drawn_as_nothing(records: Path, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_published_decisions_are_shown_where_they_are_a_promise_of_their_own(rec
 def test_shared_records_show_everywhere(records: Path, tmp_path: Path) -> None:
     algorithm = {"name": "dpsda-c", "clip": 0.5}
     text, _ = shown(prepared_of(records, algorithm=algorithm, data={"partition": "shared"}), tmp_path)
-    assert "a record use affects the messages of every learner, because they share records; total of these 3" in text
+    assert "learners share records, so one record use affects the messages of all; total over these 3 learners" in text
 
 
 def test_the_page_is_one_file(records: Path, tmp_path: Path) -> None:

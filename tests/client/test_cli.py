@@ -421,7 +421,7 @@ def test_ctrl_c_ends_a_run_and_keeps_what_was_captured(tmp_path: Path) -> None:
         code, out, err = ended(running.process)
         assert running.gone()
     assert (code, err) == (130, "")
-    assert "stopped by the operator" in out
+    assert "the operator stopped the run" in out
     (capture,) = (running.folder / "captures").iterdir()
     assert str(capture) in out.replace("\n", "")
     assert open_capture(capture).is_complete

@@ -295,7 +295,7 @@ def test_simulate_measures_when_asked(records: Path, tmp_path: Path) -> None:
         "results.json",
         "models.parquet",
     }
-    assert done.output.endswith("models.parquet; omitted: decisions, transcript, noise (--write)\n")
+    assert done.output.endswith("models.parquet; not written: decisions, transcript, noise (see --write)\n")
 
     again = CliRunner().invoke(app, ["simulate", str(path), "--out", str(tmp_path / "plain"), "--write", "models"])
     assert again.exit_code == 0

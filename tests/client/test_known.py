@@ -57,7 +57,7 @@ async def test_runs_are_listed_shown_and_stopped(tmp_path: Path, capsys: pytest.
             await show_run(up.coordinator, "run-", console)
         with reserve_stdout_for_json():
             await stop_run(up.coordinator, run_id[:-1], console)
-        for over, how in ((done.run_id, "finished"), (run_id, "stopped: stopped by the operator")):
+        for over, how in ((done.run_id, "finished"), (run_id, "stopped: the operator stopped the run")):
             await stop_run(up.coordinator, over, console)
             assert f"run {over} is over ({how}): nothing is left to stop" in " ".join(shown.getvalue().split())
             with pytest.raises(FailedPrecondition, match=re.escape(f"run {over} is over ({how})")):
@@ -78,7 +78,7 @@ async def test_runs_are_listed_shown_and_stopped(tmp_path: Path, capsys: pytest.
     assert text.startswith("no runs\n")
     assert ["rounds", "5", "of", "5"] in lines
     assert any(line[0] == "ben" and line[2:4] == ["disconnected", "since"] for line in lines if len(line) > 4)
-    assert f"{run_id} stopped: stopped by the operator" in text
+    assert f"{run_id} stopped: the operator stopped the run" in text
     assert [line[:2] for line in lines[-2:]] == [[run_id, "stopped"], [done.run_id, "finished"]]
     assert outcome.state == "stopped"
 

@@ -155,7 +155,7 @@ def test_what_is_asked_for_is_written_and_what_is_left_out_is_said(
         *(file for name in kept for file in FILES[name]),
     }
     left = ", ".join(name for name in FILES if name not in kept)
-    assert (f"omitted: {left} (--write)" in done.stdout) == bool(left)
+    assert (f"not written: {left} (see --write)" in done.stdout) == bool(left)
     assert ("average_loss: " in done.stdout) == ("metrics" in kept)
 
 

@@ -87,7 +87,7 @@ async def test_a_run_is_seen_from_its_beginning_to_its_end(tmp_path: Path) -> No
             stop.set()
             outcome = await running
             page = await until(lambda page: page["run"]["state"] == outcome.state == "stopped")
-            assert page["run"]["detail"] == "stopped by the operator" and page["run"]["ended_at"]
+            assert page["run"]["detail"] == "the operator stopped the run" and page["run"]["ended_at"]
 
 
 async def test_a_run_that_nobody_knows_is_a_problem(tmp_path: Path) -> None:

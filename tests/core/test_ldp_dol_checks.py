@@ -242,14 +242,14 @@ def test_lambda0_large_strongly_convex() -> None:
     limit = 0.05 / 2.25
     assert codes(constants, lam0=0.999 * limit) == []
     text = found("LAMBDA0_LARGE", constants, lam0=1.5 * limit)  # 1.5^(1/0.2) - 1 = 6.59
-    assert text == "lam0 above the Theorem 1 limit; guarantee starts after round t0 = 7"
+    assert text == "lam0 is above the limit of Theorem 1: its convergence bound holds only after round t0 = 7"
 
 
 def test_transient_covers_the_coupling() -> None:
     """(3 * 1 * 2)^(1/0.7) - 1 = 11.93 outweighs the step size: with gam0 = 2 the limit is 0.4 / 2.25."""
     constants = replace(LOGISTIC, ridge=0.25)
     text = found("LAMBDA0_LARGE", constants, gam0=2.0, lam0=1.2 * 0.4 / 2.25)
-    assert text == "lam0 above the Theorem 1 limit; guarantee starts after round t0 = 12"
+    assert text == "lam0 is above the limit of Theorem 1: its convergence bound holds only after round t0 = 12"
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_transient_covers_the_coupling() -> None:
 def test_astronomic_transients(changes: dict[str, float], shown: str) -> None:
     constants = replace(LOGISTIC, ridge=0.25)
     text = found("LAMBDA0_LARGE", constants, **changes)
-    assert text == f"lam0 above the Theorem 1 limit; guarantee starts after round t0 = {shown}"
+    assert text == f"lam0 is above the limit of Theorem 1: its convergence bound holds only after round t0 = {shown}"
 
 
 def test_v_too_small_of_convex_losses() -> None:
@@ -277,7 +277,7 @@ def test_lambda0_large_convex() -> None:
     known = {"strong_convexity": 0.0}
     assert codes(constants, lam0=0.999 / 30, **known) == []
     text = found("LAMBDA0_LARGE", constants, lam0=1.2 / 30, **known)  # 1.2^(2 / 0.3) - 1 = 2.37
-    assert text == "lam0 above the Theorem 2 limit; guarantee starts after round t0 = 3"
+    assert text == "lam0 is above the limit of Theorem 2: its convergence bound holds only after round t0 = 3"
     late = found("LAMBDA0_LARGE", constants, lam0=1.2 / 30, v=0.75, **known)  # v too small: never
     assert late is not None and late.endswith("t0 = inf")
 

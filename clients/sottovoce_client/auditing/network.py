@@ -133,7 +133,7 @@ def _make_runs(
             ledger.reveal(list_captures(open_folder(captures)))
     except (RunInterrupted, ServiceDied, RunFailed, OSError) as error:  # the disk may be full
         kind = RunInterrupted if isinstance(error, RunInterrupted) else RunFailed
-        reason = "stopped by the operator" if kind is RunInterrupted else str(error)
+        reason = STOPPED_BY_OPERATOR if kind is RunInterrupted else str(error)
         kept = f"; to audit them: sottovoce audit --captures {captures}" if maker.done else ""
         raise kind(f"{maker.done:,} of {2 * plan.total_runs:,} runs were made: {reason}{kept}") from None
     place = open_folder(captures)

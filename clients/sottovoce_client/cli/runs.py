@@ -209,7 +209,7 @@ def simulate(
         folder, experiment, outputs=outputs, replicas=replicas, seed=seed, recorded_noise=recorded_noise
     )
     omitted = [name for name in _OUTPUT_FILES if name not in outputs]
-    more = f"; omitted: {', '.join(omitted)} (--write)" if omitted else ""
+    more = f"; not written: {', '.join(omitted)} (see --write)" if omitted else ""
     files = [file for name in outputs for file in _OUTPUT_FILES[name]]
     print(f"{folder}: {', '.join(files)}{more}")
     code = 0

@@ -218,7 +218,7 @@ def _facts(run: Run, lines: Sequence[_BudgetLine]) -> Iterator[str]:
     if len(lines) > 1:
         yield f"{_describe_total(run, lines)}: epsilon {format_number(_sum(lines))}"
     guarantee = lines[0].guarantee
-    yield f"one record use: {guarantee.adjacency_description}"
+    yield f"adjacent data sets: {guarantee.adjacency_description}"
     yield f"accounting: {guarantee.basis.mode}; proof: {guarantee.basis.proof}"
     for name, values, enforcement in _list_constants(lines):
         yield f"assumes {name} = {values}: {enforcement}"
@@ -233,8 +233,8 @@ def _sum(lines: Sequence[_BudgetLine]) -> float:
 
 def _describe_total(run: Run, lines: Sequence[_BudgetLine]) -> str:
     if run.spec.data.partition.is_shared:
-        return f"a record use affects the messages of every learner, because they share records; total of these {len(lines)}"
-    return f"a record use at each of these {len(lines)} learners, total"
+        return f"learners share records, so one record use affects the messages of all; total over these {len(lines)} learners"
+    return f"one record use at each of these {len(lines)} learners, total"
 
 
 def _list_constants(lines: Sequence[_BudgetLine]) -> Iterator[tuple[str, str, str]]:

@@ -45,7 +45,8 @@ def write_calibrated_spec(
         found = calibrate(spec, prepared.data, target)
     for name, epsilon, factor in zip(spec.names, found.epsilons, found.factors, strict=True):
         console.print(
-            f"{name}: epsilon {format_number(epsilon)}, {format_number(factor)} times the noise", highlight=False
+            f"{name}: epsilon {format_number(epsilon)}, noise {format_number(factor)} times that of the spec",
+            highlight=False,
         )
     if spec.data.partition.is_shared:
         console.print(

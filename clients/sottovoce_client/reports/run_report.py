@@ -58,7 +58,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str], str], ...] = (
     ("claimed ε", "paper", format_number, "epsilon_paper"),
     ("claimed ε", "record use", format_number, "epsilon_record_use"),
     ("claimed ε", "record", format_number, "epsilon_record"),
-    ("claimed ε", "forever", format_number, "epsilon_infinite_horizon"),
+    ("claimed ε", "∞ rounds", format_number, "epsilon_infinite_horizon"),
 )
 """Columns of the table of learners: group, heading, format, and attribute of `LearnerSummary`."""
 

@@ -41,7 +41,7 @@ _UNREACHABLE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """Status codes of a call to a service that dies or is stopped."""
 _MAX_PREDICT_VALUES = 1_000_000
 """Maximum number of features in one prediction request."""
-STOPPED_BY_OPERATOR = "stopped by the operator"
+STOPPED_BY_OPERATOR = "the operator stopped the run"
 STOPPED_BY_SIGTERM = "the command that ran it was ended by SIGTERM"
 COMMAND_STOP_REASONS = (STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM)
 """Stop reasons of a run whose command was stopped."""

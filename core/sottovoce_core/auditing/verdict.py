@@ -189,14 +189,16 @@ def decide(findings: Findings) -> Verdict:
     runs = _format_runs(findings)
     if math.isinf(findings.claim):
         return Verdict("no-claim", _describe_no_claim(findings, runs), findings.anomalies)
-    lower_bound = f"above {findings.epsilon_lower_bound:.3g} " if findings.epsilon_lower_bound > 0.0 else ""
+    lower_bound = (
+        f" (lower bound on epsilon: {findings.epsilon_lower_bound:.3g})" if findings.epsilon_lower_bound > 0.0 else ""
+    )
     weak_evidence = tuple(_list_weak_evidence(findings))
     if weak_evidence:
         return Verdict(
-            "inconclusive", f"No violation {lower_bound}found with {runs}, but {weak_evidence[0]}.", weak_evidence
+            "inconclusive", f"No violation found with {runs}{lower_bound}, but {weak_evidence[0]}.", weak_evidence
         )
     at = f" at delta {findings.delta:.3g}" if findings.delta else ""
-    text = f"No violation {lower_bound}found with {runs}; epsilon {findings.claim:.4g}{at} is claimed."
+    text = f"No violation found with {runs}{lower_bound}; epsilon {findings.claim:.4g}{at} is claimed."
     if not findings.has_both_worlds:
         text += " No world was guessed, so there is no lower bound on epsilon: run both worlds to get one."
     elif not lower_bound:

@@ -120,8 +120,8 @@ class Guarantee:
             )
             return f"{unit} replaced, with all its records, {owner}"
         has_all_records = self.adjacency is Adjacency.LEARNER and self.n_replaced is None
-        unit = "all records" if has_all_records else f"{count} record{'s' * (count != 1)}"
-        return f"{unit} of one learner replaced (per use of a record, numbers of records public)"
+        unit = "each record" if has_all_records else "one record" if count == 1 else f"each of {count} records"
+        return f"one use of {unit} of one learner replaced (numbers of records are public)"
 
     @property
     def cumulative_epsilon(self) -> FloatArray:

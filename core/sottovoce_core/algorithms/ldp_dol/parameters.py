@@ -212,5 +212,5 @@ def _root(base: float, degree: float) -> float:
 
 def _warn_of_transient(theorem: int, t0: float) -> RunWarning:
     shown = f"{math.ceil(t0)}" if t0 < 1e6 else f"{t0:.0e}"
-    text = f"lam0 above the Theorem {theorem} limit; guarantee starts after round t0 = {shown}"
+    text = f"lam0 is above the limit of Theorem {theorem}: its convergence bound holds only after round t0 = {shown}"
     return RunWarning("LAMBDA0_LARGE", text)
