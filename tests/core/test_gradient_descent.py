@@ -496,7 +496,7 @@ def test_no_transcript_shows_more_of_a_reused_record_than_is_claimed(form: dict[
     losses = replay(run, transcript_of(simulated(run, data, SeededNoise(9), 3)), 0, worlds)
     promise = run.guarantee(0, np.diff(own.offsets), replaced)
 
-    assert replaced.sum() == 4 and promise.adjacency_description.startswith("4 ")
+    assert replaced.sum() == 4 and promise.adjacency_description.startswith("one use of each of 4 records ")
     within(losses, promise.cumulative_epsilon)
     assert losses.supremum.max() > 0.0
 

@@ -583,7 +583,7 @@ def test_guarantee_is_the_accountant_over_the_plan() -> None:
         Adjacency.RECORD_USE,
         False,
     )
-    assert promised.adjacency_description.startswith("2 records ")
+    assert promised.adjacency_description.startswith("one use of each of 2 records ")
     assert promised.infinite_horizon_epsilon == math.inf
     assert promised.paper_epsilon == pytest.approx(
         LdpDolAccountant("loose", SPLIT_1, SCHEDULES, LEARNER).paper_epsilon(5)
@@ -606,7 +606,7 @@ def test_guarantee_reports_its_grounds() -> None:
     assert promised.infinite_horizon_epsilon == _infinite_horizon("convex", SPLIT_1, SCHEDULES, LEARNER)
     assert promised.paper_epsilon == pytest.approx(meter.paper_epsilon(9))
     assert promised.paper_epsilon[-1] > promise("convex", SPLIT_1, 9).paper_epsilon[-1]  # by the smaller own weight
-    assert promised.adjacency_description.startswith("1 record of")
+    assert promised.adjacency_description.startswith("one use of one record of")
 
 
 @pytest.mark.parametrize(("counts", "batch"), [([2, 3, 2], 2), ([2, 0, 2], None)])
