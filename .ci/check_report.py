@@ -32,7 +32,7 @@ class Page(HTMLParser):
     def __init__(self, html: str) -> None:
         super().__init__()
         self.plots: dict[str, bool] = {}
-        """Whether each plot is drawn, by id."""
+        """True for each plot that is drawn, by id."""
         self.remote: list[str] = []
         self._open: list[tuple[str, str | None]] = []
         """Open elements: the tag, and the id of the plot if the element is one."""

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Benchmark of the messages/s from one NATS server into learners, each of which reads its own subject.
+"""Benchmark of the rate at which learners read messages from one NATS server, each its own subject.
 
 The server runs on this machine, with JetStream on disk. A process publishes; its start is included in the time. This process runs
 the feeders of all learners. By default learners are real, in their own processes, and receive records of three fields; with
