@@ -56,7 +56,7 @@ def read_generated(folder: Path) -> dict[str, bytes]:
 
 
 def list_differences(committed: dict[str, bytes], fresh: dict[str, bytes]) -> list[str]:
-    """List the list_differences between committed and fresh files, one line each."""
+    """List the differences between committed and fresh files, one line each."""
     return [
         *(f"missing: {name}" for name in sorted(fresh.keys() - committed.keys())),
         *(f"stale, no .proto makes it: {name}" for name in sorted(committed.keys() - fresh.keys())),

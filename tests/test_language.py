@@ -58,6 +58,23 @@ def findings(source: str) -> list[str]:
     return found
 
 
+def own_names(source: str) -> list[str]:
+    """Functions whose name stands in their own docstring as if it were a word: a rename has reached into the sentence."""
+    functions = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    prose = {node: re.sub(r"`[^`]*`", "", ast.get_docstring(node) or "").split(">>>")[0] for node in functions}
+    return [node.name for node in functions if "_" in node.name and re.search(rf"\b{node.name}\b", prose[node])]
+
+
+def test_no_docstring_has_the_name_of_its_function_as_a_word() -> None:
+    source = 'def list_all():\n    """List the {} of a run, >>> list_all()."""\n'
+    assert own_names(source.format("list_all")) == ["list_all"] and own_names(source.format("`list_all`")) == []
+    scripts = [ROOT / "noxfile.py", *(ROOT / "proto").glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    found = {str(path): own_names(path.read_text(encoding="utf-8")) for path in [*PRODUCT, *scripts]}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
 @pytest.mark.parametrize("path", PRODUCT, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_module_speaks_the_language_of_the_field(path: Path) -> None:
     assert findings(path.read_text(encoding="utf-8")) == []

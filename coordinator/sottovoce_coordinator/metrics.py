@@ -70,8 +70,8 @@ def collect_metrics(
         for managed in managed_runs
         for each in managed.machine.violations.values()
     )
-    for violated, count in kinds.items():
-        yield _VIOLATIONS.sample(count, violated)
+    for name, count in kinds.items():
+        yield _VIOLATIONS.sample(count, name)
     yield _JOINED.sample(len(members))
     yield _EPOCHS.sample(members.epoch_count)
     for kind, count in refused.items():

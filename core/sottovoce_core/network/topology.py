@@ -94,7 +94,7 @@ class FixedNetwork(Network):
         """Second largest eigenvalue of W, always negative: the slowest rate at which disagreement vanishes.
 
         It is the largest Rayleigh quotient of W over the non-zero vectors that sum to zero. A single learner has no such vector,
-        so its delta_2 is the supremum of the empty set, -inf: an upper limit proportional to -delta_2 is then no limit.
+        so its `delta_2` is the supremum of the empty set, -inf: an upper limit proportional to `-delta_2` is then no limit.
         """
         return float(self._spectrum[-2]) if self.n_learners > 1 else float("-inf")
 
