@@ -19,6 +19,7 @@ PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 QUICK = ["-m", "not slow and not long", "-k", "not [ray]"]
 LOWEST = ["-m", "not slow and not long and not browser and not container and not statistics", *QUICK[2:]]
 LOWEST += [f"--ignore=tests/{folder}" for folder in ("deploy", "deploy_chart", "docs", "observability")]
+LOWEST += [f"--ignore=tests/test_{name}.py" for name in ("docs", "language", "locks")]
 TORCH_TESTS = ["tests/core/test_torch_loss.py", "tests/lab/test_inversion.py", "tests/lab/test_gallery.py"]
 
 LOCKS = {
@@ -75,21 +76,20 @@ def lowest(session: nox.Session) -> None:
     The session finds uses of a library that an older version does not support. It omits tests that cannot find one: tests
     marked `browser` (tests of how pages are written and served run), the false-alarm rates over hundreds of seeded runs
     (`statistics`) and the commands on pages of the docs, whose lines other tests run, too; images, charts and dashboards, which
-    have versions of their own. In the core, the learner and between services, parameters are mostly numbers, algorithms and the
-    order of events, which run the same lines: a test there runs once, with its first parameters, unless it is marked `each`, such
-    as the test that runs every algorithm over the network. All other tests run with all parameters.
+    have versions of their own, and the tests of sentences. Parameters are mostly numbers, algorithms, names and the order of
+    events, which run the same lines: a test runs once, with its first parameters, unless it is marked `each`, such as the test
+    that runs every algorithm over the network.
     """
     pinned = str(Path(session.create_tmp(), "lowest.txt"))
     wanted = ["--resolution", "lowest-direct", "--extra", "test", "--python-version", str(session.python)]
     session.run("uv", "pip", "compile", "--quiet", *wanted, "pyproject.toml", "-o", pinned, silent=True)
     session.install("-r", pinned)
     session.install("--no-deps", build_wheel(session))
-    once = [f"--once=tests/{folder}" for folder in ("core", "lab", "learner", "services")]
     tested = str(Path(session.create_tmp(), "tested").resolve())
     shutil.rmtree(tested, ignore_errors=True)
     parallel = ["-n", "2", "--dist", "loadfile"]  # the other lane of CI runs at the same time
     session.run(
-        "pytest", *parallel, "-o", f"cache_dir={tested}", *LOWEST, *once, *session.posargs, success_codes=[0, 1]
+        "pytest", *parallel, "-o", f"cache_dir={tested}", *LOWEST, "--once", *session.posargs, success_codes=[0, 1]
     )
     session.run("python", ".ci/again.py", tested)
 

@@ -37,8 +37,8 @@ settings.load_profile("house")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    what = "of a test there only the first parameters, unless it is marked `each`; may be given several times"
-    parser.addoption("--once", action="append", default=[], metavar="FOLDER", help=what)
+    what = "run a test with its first parameters only, unless it is marked `each`"
+    parser.addoption("--once", action="store_true", help=what)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -49,12 +49,12 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(trylast=True)  # of those that -m and -k leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    folders = [config.rootpath / folder for folder in config.getoption("--once")]
+    if not config.getoption("--once"):
+        return
     kept, again, seen = list[pytest.Item](), list[pytest.Item](), set[str]()
     for item in items:
         name = item.nodeid.partition("[")[0]
-        there = any(item.path.is_relative_to(folder) for folder in folders)
-        once = name in seen and there and item.get_closest_marker("each") is None
+        once = name in seen and item.get_closest_marker("each") is None
         (again if once else kept).append(item)
         seen.add(name)
     config.hook.pytest_deselected(items=again)

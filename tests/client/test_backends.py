@@ -29,6 +29,7 @@ def found(plan: AuditPlan, backend: Backend, jobs: int) -> Findings:
         return core.audit_simulated(plan, mapper=mapper).findings
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(
     "backend",
     ["processes", pytest.param("dask", marks=pytest.mark.external), pytest.param("ray", marks=pytest.mark.external)],

@@ -61,6 +61,7 @@ async def test_mqtt_is_fed_by_a_command_that_is_killed(tmp_path: Path) -> None:
         assert await into_ann(tmp_path, publish, url) == list(range(ALL))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

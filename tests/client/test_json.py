@@ -101,6 +101,7 @@ RESULTS: dict[str, tuple[str, set[str]]] = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("command", list(RESULTS))
 def test_a_result_is_a_document(command: str, folder: Path) -> None:
     document, (first, others) = told(*command.split()), RESULTS[command]

@@ -129,7 +129,7 @@ def test_a_long_correct_run_raises_no_alarm() -> None:
     assert watch.log_e_value < 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_correct_run_of_sixty_raises_an_alarm() -> None:
     """60 runs of 60 rounds, five learners, 17 numbers, at alpha 0.001: one alarm has probability below 0.06.
 

@@ -6,6 +6,7 @@ import hashlib
 import tarfile
 import tomllib
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
@@ -47,16 +48,18 @@ def make_base(engine: Engine) -> None:
 
 
 def build(engine: Engine, targets: Iterable[str] = TARGETS, *, tag: str = "", anew: bool = False) -> None:
-    """Build images, as `nox -s images` and Compose do."""
-    for target in targets:
+    """Build images at the same time, as Compose does: the engine builds once what they share."""
+    build_args = ["--build-arg", f"BASE={BASE}", "--build-arg", f"VERSION={VERSION}", *(["--no-cache"] if anew else [])]
+    file = str(CHECKOUT / "deploy" / "Dockerfile")
+
+    def build_one(target: str) -> None:
         print(f"building {target}", flush=True)
-        build_args = ["--build-arg", f"BASE={BASE}", "--build-arg", f"VERSION={VERSION}"]
-        again = ["--no-cache"] if anew else []
-        name = f"{name_of(target)}{tag}"
-        file = str(CHECKOUT / "deploy" / "Dockerfile")
-        engine(
-            "build", "--network", "host", *build_args, *again, "-f", file, "--target", target, "-t", name, str(CHECKOUT)
-        )
+        named = ["--target", target, "-t", f"{name_of(target)}{tag}"]
+        engine("build", "--network", "host", *build_args, "-f", file, *named, str(CHECKOUT))
+
+    with ThreadPoolExecutor() as pool:
+        for _ in pool.map(build_one, targets):
+            pass
 
 
 def make_standins(engine: Engine) -> None:

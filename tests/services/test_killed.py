@@ -138,9 +138,9 @@ def said(outcome: Outcome) -> dict[tuple[int, int], bytes]:
 
 async def test_a_run_survives_the_death_of_its_coordinator_with_the_same_trajectory(tmp_path: Path) -> None:
     """Also where the coordinator's state folder is lost with it."""
-    calm, unseen = await run(tmp_path / "calm")
-    lost, _ = await run(tmp_path / "lost", lose=True)
-    killed, seen = await run(tmp_path / "killed", kill=True)
+    (calm, unseen), (lost, _), (killed, seen) = await asyncio.gather(
+        run(tmp_path / "calm"), run(tmp_path / "lost", lose=True), run(tmp_path / "killed", kill=True)
+    )
     assert [(each.state, each.detail) for each in (calm, killed, lost)] == 3 * [("finished", "")]
     assert (unseen, seen) == (False, True)
     assert said(killed) == said(lost) == said(calm)
@@ -190,10 +190,11 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 @pytest.mark.parametrize("victim", ["ann", "ben", "cleo"])
 async def test_a_run_survives_the_death_of_a_learner(calm: Outcome, tmp_path: Path, victim: str) -> None:
     """Who opens its streams, who accepts them, and who does both. With the system's noise a round that is drawn again shows."""
-    async with eavesdropping(tmp_path / "killed") as address:
-        killed = await run_with_a_death(tmp_path / "killed", address, "--noise-seed", "same", victim=victim)
-    async with eavesdropping(tmp_path / "drawn") as address:
-        drawn = await run_with_a_death(tmp_path / "drawn", address, victim=victim)
+    async with eavesdropping(tmp_path / "killed") as one, eavesdropping(tmp_path / "drawn") as other:
+        killed, drawn = await asyncio.gather(
+            run_with_a_death(tmp_path / "killed", one, "--noise-seed", "same", victim=victim),
+            run_with_a_death(tmp_path / "drawn", other, victim=victim),
+        )
     assert [(each.state, each.detail) for each in (calm, killed, drawn)] == 3 * [("finished", "")]
     assert said(killed) == said(calm)
     assert len(said(drawn)) == 3 * 200
