@@ -10,7 +10,7 @@ from sottovoce_core.arrays import Batch
 from sottovoce_core.losses import mean_gradient
 from sottovoce_core.noise.mechanisms import add_laplace_noise, laplace_log_density, laplace_loss
 from sottovoce_core.privacy.accountant import PrecomputedAccountant
-from sottovoce_core.privacy.guarantee import Mechanism
+from sottovoce_core.privacy.loss import Mechanism
 
 
 class GossipSpec(AlgorithmSpec):
@@ -70,4 +70,4 @@ class Gossip:
         change = self.step * self.context.loss.gradient_change(self.context.decision_set.largest_norm(self.dim))
         losses = np.zeros(self.context.rounds)  # x depends on messages and one round's records: only one message costs
         losses[1:2] = laplace_loss(np.sqrt(self.dim) * change, self.dim, self.scale)
-        return PrecomputedAccountant(losses, Mechanism.LAPLACE)
+        return PrecomputedAccountant(losses, Mechanism.laplace(self.dim))

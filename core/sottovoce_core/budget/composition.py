@@ -4,18 +4,19 @@
 transcript is a product over rounds and learners, and pure losses add up. Replacing k records one after the other passes
 through k - 1 data sets in between: a group of k costs at most the sum of the costs of its records alone.
 
-**At a delta.** `(epsilon, delta)` by privacy loss distributions, composed by Google's dp-accounting. Each message is replaced
-by a pair of distributions that dominates every pair of worlds, for any earlier messages; such pairs compose under adaptive
-composition (Zhu, Dong & Wang, AISTATS 2022, Theorem 10).
+**At a delta.** The smallest of three bounds holds: the pure sum, the sum of Renyi divergences (`privacy.loss`), and privacy loss
+distributions, composed by Google's dp-accounting. For the last, each message is replaced by a pair of distributions that
+dominates every pair of worlds, for any earlier messages; such pairs compose under adaptive composition (Zhu, Dong & Wang,
+AISTATS 2022, Theorem 10). With many coordinates the Renyi divergences are far smaller, because they use the l2 bound.
 
-- `laplace`: a vector with independent Laplace noise of scale b on its coordinates, moved by at most s in l1, is dominated
+- Laplace noise: a vector with independent Laplace noise of scale b on its coordinates, moved by at most s in l1, is dominated
   by one coordinate moved by s. Move one coordinate at a time, by `s_1 + … + s_n = s`. Tests of one such move are those of one
   Laplace number moved by s_k; that density is log-concave, so thresholds are best, and the trade-off curve is
   `f_k(a) = F(F^-1(1-a) - s_k)`. Curves of successive moves chain to `f_2(1 - f_1(a))` at worst (group privacy: Dong, Roth & Su
   2022), which is exactly the curve of one move by `s_1 + s_2`. With the loss `eps = s/b` this is a Laplace mechanism of scale
   `1/eps` and sensitivity 1. On a lattice of spacing `g <= 2^-40 b` the privacy curve meets the continuous one wherever the
   loss is an atom, and is a chord in between: `eps + 2g/b` dominates.
-- `pure`: any other message of loss eps is dominated by randomised response (Kairouz, Oh & Viswanath 2015).
+- Any other message of loss eps is dominated by randomised response (Kairouz, Oh & Viswanath 2015).
 
 For that, a message's loss must bound the information of that single message about the record. An accountant that charges
 increments of a running maximum over records guarantees less (`Accountant.has_dominating_losses` is false):
@@ -40,7 +41,8 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import LATTICE_BITS
 from sottovoce_core.optional import import_optional
 from sottovoce_core.privacy.accountant import Accountant
-from sottovoce_core.privacy.guarantee import Adjacency, Mechanism
+from sottovoce_core.privacy.guarantee import Adjacency
+from sottovoce_core.privacy.loss import ORDERS, Mechanism, PrivacyLoss
 from sottovoce_core.runs.run import Run
 
 # ---- composition -----------------------------------------------------------------------------------------------------
@@ -52,6 +54,8 @@ _INTERVAL, _MAX_PLD_POINTS = 1e-4, 50_000
 
 The discretisation is pessimistic, and its error falls with the square of the spacing: below 1e-4 at a total of 50.
 """
+_RENYI_CHUNK = 4_096
+"""Number of messages whose Renyi divergences are in memory at once."""
 _TRUNCATED_TAIL_MASS = 1e-15
 """Tail mass that a convolution may move to an infinite loss, which is pessimistic."""
 
@@ -204,7 +208,7 @@ def epsilon_for_delta(delta: float, losses: FloatArray, mechanism: Mechanism) ->
     Args:
         delta: above 0 and below 1.
         losses: `(rounds,)` pure losses of the messages, each valid for any earlier messages.
-        mechanism: dominating mechanism of a message; see the module docstring.
+        mechanism: noise mechanism of the messages.
 
     Raises:
         SpecError: delta is out of range, or dp-accounting is missing.
@@ -216,7 +220,17 @@ def epsilon_for_delta(delta: float, losses: FloatArray, mechanism: Mechanism) ->
     if not len(charged) or not math.isfinite(pure):
         return pure
     composed = _compose(charged, mechanism, max(_INTERVAL, pure / _MAX_PLD_POINTS))
-    return min(pure, float(composed.get_epsilon_for_delta(delta)))
+    by_renyi = PrivacyLoss(pure, _sum_renyi(charged, mechanism)).epsilon(delta)
+    return min(by_renyi, float(composed.get_epsilon_for_delta(delta)))
+
+
+def _sum_renyi(losses: FloatArray, mechanism: Mechanism) -> FloatArray:
+    """Sum the Renyi divergences of all messages, equal ones at once."""
+    values, times = np.unique(losses, return_counts=True)
+    total = np.zeros(len(ORDERS))
+    for k in range(0, len(values), _RENYI_CHUNK):
+        total += times[k : k + _RENYI_CHUNK] @ mechanism.compute_renyi(values[k : k + _RENYI_CHUNK])
+    return total
 
 
 def _compose(losses: FloatArray, mechanism: Mechanism, interval: float) -> Any:
@@ -225,7 +239,7 @@ def _compose(losses: FloatArray, mechanism: Mechanism, interval: float) -> Any:
     parameters = _library("common").DifferentialPrivacyParameters
     heap: list[tuple[float, int, Any]] = []
     for k, (loss, times) in enumerate(zip(*np.unique(losses, return_counts=True), strict=True)):
-        if mechanism == Mechanism.LAPLACE:
+        if mechanism.n_coordinates:
             scale = 1.0 / (loss + 2.0 ** (1 - LATTICE_BITS))
             one = library.from_laplace_mechanism(scale, value_discretization_interval=interval)
         else:

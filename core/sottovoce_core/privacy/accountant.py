@@ -14,7 +14,8 @@ import numpy as np
 
 from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, FloatArray, IntArray, as_floats
 from sottovoce_core.errors import SpecError
-from sottovoce_core.privacy.guarantee import Adjacency, Guarantee, GuaranteeBasis, Mechanism
+from sottovoce_core.privacy.guarantee import Adjacency, Guarantee, GuaranteeBasis
+from sottovoce_core.privacy.loss import PURE, Mechanism
 
 
 class Accountant(ABC):
@@ -25,7 +26,7 @@ class Accountant(ABC):
     follows that one change instead. Every default below is conservative: it charges more, never less.
 
     Attributes:
-        mechanism: dominating mechanism of a message.
+        mechanism: noise mechanism of a message: it says what its pure loss means at a delta.
         adjacency: privacy unit in which two adjacent worlds differ.
         has_shared_records: all learners hold the same records, so a unit belongs to all of them.
         can_track_replacements: `advance` uses `n_replaced`. If not, k units are charged k times the worst case (group privacy).
@@ -39,7 +40,7 @@ class Accountant(ABC):
             do not where a message may hide its information from later messages.
     """
 
-    mechanism: Mechanism = Mechanism.PURE
+    mechanism: Mechanism = PURE
     adjacency: Adjacency = Adjacency.RECORD_USE
     has_shared_records: bool = False
     can_track_replacements: bool = False
@@ -132,7 +133,7 @@ class PrecomputedAccountant(Accountant):
     Args:
         round_losses: `(rounds,)`. They must hold for every single privacy unit: sorted by size, no unit may cost more in any
             entry, and up to no round may a unit have cost more than the sum of the list.
-        mechanism: dominating mechanism of a message.
+        mechanism: noise mechanism of a message: it says what its pure loss means at a delta.
         adjacency: privacy unit.
         basis: assumptions and proof of the list.
     """
@@ -142,7 +143,7 @@ class PrecomputedAccountant(Accountant):
     def __init__(
         self,
         round_losses: FloatArray,
-        mechanism: Mechanism = Mechanism.PURE,
+        mechanism: Mechanism = PURE,
         adjacency: Adjacency = Adjacency.RECORD_USE,
         basis: GuaranteeBasis = Accountant.basis,
     ) -> None:

@@ -13,6 +13,7 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.decision_sets import DecisionSet
 from sottovoce_core.errors import SpecError
 from sottovoce_core.losses import Loss
+from sottovoce_core.privacy.loss import Mechanism
 
 # ---- guarantee -------------------------------------------------------------------------------------------------------
 
@@ -30,18 +31,6 @@ class ThreatModel(StrEnum):
     """The messages that one learner receives."""
     OUTPUT = "output"
     """The published decisions only."""
-
-
-class Mechanism(StrEnum):
-    """Dominating pair of distributions of one message: the worst case that composition uses in its place.
-
-    The losses of both mechanisms are in pure epsilon and add up.
-    """
-
-    LAPLACE = "laplace"
-    """Laplace number: for messages with independent Laplace noise on their coordinates; loss = l1 sensitivity / scale."""
-    PURE = "pure"
-    """Randomised response: any message of this pure epsilon."""
 
 
 class Adjacency(StrEnum):
@@ -85,7 +74,7 @@ class Guarantee:
     """Privacy guarantee of one learner's messages, made by `accountant.compute_guarantee`.
 
     Attributes:
-        mechanism: dominating mechanism of a message.
+        mechanism: noise mechanism of a message.
         adjacency: privacy unit in which two adjacent worlds differ.
         has_shared_records: all learners hold the same records: the losses of all received learners add up.
         n_replaced: number of records (`Adjacency.ROUND`: losses of a round) that differ; None: one unit, the worst case.

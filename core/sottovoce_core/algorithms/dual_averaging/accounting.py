@@ -36,7 +36,8 @@ from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.noise import LATTICE_BITS
 from sottovoce_core.noise.mechanisms import laplace_loss
 from sottovoce_core.privacy.accountant import Accountant, require_replaced_count
-from sottovoce_core.privacy.guarantee import Adjacency, Constant, GuaranteeBasis, Mechanism
+from sottovoce_core.privacy.guarantee import Adjacency, Constant, GuaranteeBasis
+from sottovoce_core.privacy.loss import Mechanism
 
 LipschitzSchedule = Callable[[int], float]
 
@@ -91,7 +92,6 @@ class DualAveragingAccountant(Accountant):
         has_shared_records: several learners hold the same losses.
     """
 
-    mechanism = Mechanism.LAPLACE
     adjacency = Adjacency.ROUND
     can_track_replacements = True
     is_valid_for_any_messages = True
@@ -110,6 +110,7 @@ class DualAveragingAccountant(Accountant):
             paper_round_epsilon,
             has_shared_records,
         )
+        self.mechanism = Mechanism.laplace(sensitivity.block_size)
         self.has_dominating_losses = not sensitivity.has_growing_lipschitz
         self._t, self._seen = 0, 0
         self._followed = [(0.0, 0.0)]  # of no round yet

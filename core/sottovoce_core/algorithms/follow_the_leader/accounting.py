@@ -28,7 +28,8 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import LATTICE_BITS
 from sottovoce_core.noise.mechanisms import laplace_loss
 from sottovoce_core.privacy.accountant import Accountant, require_replaced_count
-from sottovoce_core.privacy.guarantee import GuaranteeBasis, Mechanism
+from sottovoce_core.privacy.guarantee import GuaranteeBasis
+from sottovoce_core.privacy.loss import PURE, Mechanism
 
 # ---- tree ------------------------------------------------------------------------------------------------------------
 
@@ -145,24 +146,25 @@ class TreeAccountant(Accountant):
     Args:
         blocks: schedule of blocks.
         cost: loss of a node.
+        mechanism: noise mechanism of a node.
         basis: assumptions and proof of the numbers.
         paper_epsilon: cumulative epsilon of the paper from the first leaf on, for published decisions only.
         output_accountant: accountant of published decisions, if they have a guarantee of their own.
     """
 
-    mechanism = Mechanism.LAPLACE
     can_track_replacements = True
 
     def __init__(
         self,
         blocks: BlockSchedule,
         cost: TreeNodeCost,
+        mechanism: Mechanism = PURE,
         basis: GuaranteeBasis = Accountant.basis,
         paper_epsilon: float = math.inf,
         output_accountant: TreeAccountant | None = None,
     ) -> None:
         self._blocks, self._cost, self._paper = blocks, cost, paper_epsilon
-        self.basis, self.output_accountant = basis, output_accountant
+        self.mechanism, self.basis, self.output_accountant = mechanism, basis, output_accountant
         self._nodes = _Nodes(blocks.leaves)
         self._round = 0
         self._share = self._due = 0.0

@@ -45,6 +45,7 @@ from sottovoce_core.noise.mechanisms import (
     laplace_log_density,
 )
 from sottovoce_core.privacy.guarantee import Constant, GuaranteeBasis
+from sottovoce_core.privacy.loss import Mechanism
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +246,8 @@ class PdFtgl:
         scale = self.scales[learner]
         # Theorem 3.6 solved for epsilon.
         paper = self.paper_cost / scale if scale else math.inf
-        return TreeAccountant(self.blocks, self._wire_cost(learner), self._basis(learner), paper, output)
+        mechanism = Mechanism.laplace(self.dim)
+        return TreeAccountant(self.blocks, self._wire_cost(learner), mechanism, self._basis(learner), paper, output)
 
     def _wire_cost(self, learner: int) -> TreeNodeCost:
         scale = self.scales[learner] if self.has_noise_before_gossip else 0.0

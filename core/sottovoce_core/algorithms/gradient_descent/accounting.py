@@ -34,7 +34,8 @@ import numpy as np
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.noise import lattice_spacing
 from sottovoce_core.privacy.accountant import Accountant, require_replaced_count
-from sottovoce_core.privacy.guarantee import Adjacency, GuaranteeBasis, Mechanism, Regularity
+from sottovoce_core.privacy.guarantee import Adjacency, GuaranteeBasis, Regularity
+from sottovoce_core.privacy.loss import Mechanism
 
 DescentAdjacency = Literal["record_use", "learner"]
 """Privacy unit: one record of a learner, or all of them (a whole fixed objective)."""
@@ -81,7 +82,6 @@ class DescentAccountant(Accountant):
         own_weight: own weight named in the guarantee; None: the guarantee does not depend on it.
     """
 
-    mechanism = Mechanism.LAPLACE
     can_track_replacements = True
     is_valid_for_any_messages = True
 
@@ -93,6 +93,7 @@ class DescentAccountant(Accountant):
         own_weight: float | None = None,
     ) -> None:
         self._regularity, self._update, self.adjacency = regularity, update, adjacency
+        self.mechanism = Mechanism.laplace(update.dim)
         self.has_dominating_losses = adjacency is Adjacency.LEARNER
         self.basis = GuaranteeBasis(
             "best", "sottovoce_core.algorithms.gradient_descent.accounting", regularity.constants(own_weight)

@@ -38,7 +38,8 @@ from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.noise import lattice_spacing
 from sottovoce_core.optional import format_install_hint
 from sottovoce_core.privacy.accountant import FirstRecordAccountant
-from sottovoce_core.privacy.guarantee import GuaranteeBasis, Mechanism, Regularity
+from sottovoce_core.privacy.guarantee import GuaranteeBasis, Regularity
+from sottovoce_core.privacy.loss import Mechanism
 
 # ---- sensitivity ------------------------------------------------------------------------------------------------------
 
@@ -183,7 +184,6 @@ class LdpDolAccountant(FirstRecordAccountant):
         AssumptionViolated: the mode does not apply to the loss (`require_mode`).
     """
 
-    mechanism = Mechanism.LAPLACE
     is_valid_for_any_messages = True
     can_pause = True
 
@@ -202,6 +202,7 @@ class LdpDolAccountant(FirstRecordAccountant):
         self._sensitivity = _SensitivityRecursion(
             mode, regularity, schedules, own_weight_schedule or learner.own_weight
         )
+        self.mechanism = Mechanism.laplace(learner.dim)
         self._root = math.sqrt(learner.dim)
         proof = (
             "Chen & Wang 2025, Theorem 5 with (17)-(22) and the learner's own |w_ii|; sottovoce_core.algorithms.ldp_dol"
