@@ -15,10 +15,11 @@ import pytest
 import yaml
 
 from sottovoce_client.cli import main
-from sottovoce_core.budget.composition import epsilon_for_delta, message_losses
+from sottovoce_core.budget.composition import MessageLosses, epsilon_for_delta, message_losses
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.privacy.accountant import PrecomputedAccountant, compute_guarantee
-from sottovoce_core.privacy.guarantee import Adjacency, Mechanism
+from sottovoce_core.privacy.accountant import PrecomputedAccountant
+from sottovoce_core.privacy.guarantee import Adjacency
+from sottovoce_core.privacy.loss import PURE, Mechanism
 from sottovoce_core.runs.replay import replay
 from sottovoce_core.runs.run import build_run
 from sottovoce_core.runs.simulator import simulate_rounds
@@ -68,18 +69,20 @@ def test_the_example_composes_as_laplace_noise(folder: Path) -> None:
     promise = run.guarantee(0)
     three = np.array([1, 0, 2, 0, 0, 0])
 
-    assert (promise.mechanism, promise.adjacency) == (Mechanism.LAPLACE, Adjacency.RECORD_USE)
+    assert (promise.mechanism, promise.adjacency) == (Mechanism.laplace(2), Adjacency.RECORD_USE)
     assert run.guarantee(0, np.full(6, 2), three).epsilon() == 3 * promise.epsilon() > 0.0  # a list follows no record
 
 
-@pytest.mark.parametrize(("mechanism", "expected"), [(Mechanism.PURE, 83.5), (Mechanism.LAPLACE, 71.5)])
+@pytest.mark.parametrize(
+    ("mechanism", "expected"), [(PURE, 83.5), (Mechanism.laplace(1), 71.5), (Mechanism.laplace(30), 10.4)]
+)
 def test_the_mechanism_that_is_stated_decides_what_a_delta_saves(mechanism: Mechanism, expected: float) -> None:
     """The page's last sentence: a hundred messages of loss 1."""
     meter = PrecomputedAccountant(np.ones(100), mechanism)
     single = message_losses(meter, np.ones(100, np.int64))
 
     assert single is not None
-    assert epsilon_for_delta(1e-6, single, compute_guarantee(meter, 100).mechanism) == pytest.approx(expected, abs=0.05)
+    assert epsilon_for_delta(1e-6, [MessageLosses(mechanism, single, single)]) == pytest.approx(expected, abs=0.05)
     assert f"{expected}" in PAGE.read_text(encoding="utf-8")
 
 

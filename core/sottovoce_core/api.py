@@ -12,8 +12,9 @@ import numpy as np
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.audit import Audit, audit_simulated
 from sottovoce_core.auditing.plan import plan_audit
-from sottovoce_core.budget.calibration import BudgetTarget, BudgetUnit
+from sottovoce_core.budget.calibration import BudgetTarget
 from sottovoce_core.budget.calibration import calibrate as calibrate_noise
+from sottovoce_core.budget.cost import PrivacyUnit
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import Experiment, require_count, resolve_experiment
 from sottovoce_core.noise import NoiseSource, RecordedNoise, SeededNoise
@@ -150,8 +151,9 @@ def calibrate(
     experiment: Experiment | Path | str,
     epsilon: float | Mapping[str, float],
     *,
-    privacy_unit: BudgetUnit = "record_use",
+    privacy_unit: PrivacyUnit = "record_use",
     horizon: float | None = None,
+    delta: float = 0.0,
 ) -> Experiment:
     """Return the experiment with the least noise that meets a privacy budget from below, within a thousandth of it.
 
@@ -160,6 +162,7 @@ def calibrate(
         epsilon: budget of every learner's messages; or a budget for each learner, by name.
         privacy_unit: `record_use` (one use of a record), or `record` (all uses of a record).
         horizon: number of rounds to cover (default: all of the run); infinity: unlimited.
+        delta: the budget is epsilon at this delta; 0: pure epsilon.
 
     Raises:
         SpecError: there is no finite guarantee, the budget cannot be met, or a learner has none.
@@ -182,7 +185,7 @@ def calibrate(
     if wrong := [each for each in wanted if isinstance(each, bool) or not isinstance(each, int | float | np.number)]:
         raise SpecError(f"epsilon must be a number, got {wrong[0]!r}")
     found = calibrate_noise(
-        experiment, experiment.records, BudgetTarget(tuple(map(float, wanted)), horizon, privacy_unit)
+        experiment, experiment.records, BudgetTarget(tuple(map(float, wanted)), horizon, privacy_unit, delta)
     ).spec
     return Experiment.model_validate(found.model_dump(mode="json"))
 

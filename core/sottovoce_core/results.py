@@ -19,10 +19,10 @@ from pydantic import BeforeValidator, TypeAdapter
 from pydantic_core import to_json
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.budget.composition import group_record_losses, worst_case_record_epsilon
+from sottovoce_core.budget.cost import LearnerCost, combine_costs
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import PreparedRun
-from sottovoce_core.privacy.guarantee import ThreatModel, combine_epsilons
+from sottovoce_core.privacy.guarantee import ThreatModel
 from sottovoce_core.runs.metrics import Curve, Curves
 from sottovoce_core.runs.transcript import import_parquet
 from sottovoce_core.spec import dump_spec
@@ -83,11 +83,8 @@ def collect_facts(
 ) -> Facts:
     """Collect the facts about a run; values of `changes` that are sections become text."""
     run, data = prepared.run, prepared.data
-    guarantees, records = [], []
-    for i, own in enumerate(data.learners):
-        guarantees.append(run.guarantee(i, np.diff(own.offsets)))
-        losses = group_record_losses(run.algorithm.accountant(i), own, run.participation(i).end)
-        records.append(worst_case_record_epsilon(losses, guarantees[-1].round_losses))
+    costs = [LearnerCost(run, i, own) for i, own in enumerate(data.learners)]
+    guarantees = [each.guarantee for each in costs]
     first, threat = guarantees[0], None
     if math.isfinite(first.epsilon()):
         threat = first.basis.threat_model.value
@@ -102,10 +99,8 @@ def collect_facts(
         algorithm=run.algorithm.name,
         threat_model=threat,
         epsilon_paper=max(float(each.paper_epsilon[-1]) for each in guarantees),
-        epsilon_record_use=combine_epsilons(
-            (each.epsilon() for each in guarantees), has_shared_records=first.has_shared_records
-        ),
-        epsilon_record=combine_epsilons(records, has_shared_records=first.has_shared_records),
+        epsilon_record_use=combine_costs(costs, "record_use"),
+        epsilon_record=combine_costs(costs, "record"),
         floats=sum(math.prod(shape) for shape in run.field_shapes.values()),
         rounds=run.spec.rounds,
         learners=run.spec.names,

@@ -21,7 +21,7 @@ from sottovoce_client.privacy.budget import BudgetRequest, _compute_line, report
 from sottovoce_client.privacy.calibrate import parse_horizon, parse_target
 from sottovoce_client.privacy.tradeoff import TradeoffRequest, _measure, _Measurement, _solve
 from sottovoce_core.budget.calibration import compute_epsilons
-from sottovoce_core.budget.composition import epsilon_for_delta
+from sottovoce_core.budget.composition import MessageLosses, epsilon_for_delta
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_core.runs.run import build_run, find_first_round_above
@@ -91,7 +91,7 @@ def test_every_number_is_that_of_the_guarantee(records: Path, tmp_path: Path) ->
         assert epsilon["infinite_horizon"] == promise.infinite_horizon_epsilon
         assert (
             epsilon["record_use_at_delta"]
-            == epsilon_for_delta(1e-3, promise.round_losses, promise.mechanism)
+            == epsilon_for_delta(1e-3, [MessageLosses(promise.mechanism, promise.round_losses, promise.round_losses)])
             < promise.epsilon()
         )
         uses = [own.uses_by_round(row) for row in range(len(own.labels))]

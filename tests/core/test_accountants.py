@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.budget.composition import group_record_losses, message_losses, worst_case_record_epsilon
+from sottovoce_core.budget.composition import group_record_losses, message_losses, worst_case_record_losses
 from sottovoce_core.data import LearnerData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.privacy.accountant import Accountant, PrecomputedAccountant, compute_guarantee
@@ -17,10 +17,10 @@ from sottovoce_core.privacy.guarantee import (
     Adjacency,
     Guarantee,
     GuaranteeBasis,
-    Mechanism,
     ThreatModel,
     compose_guarantees,
 )
+from sottovoce_core.privacy.loss import PURE
 from tests.claims import EXPOSED, SETUPS, counts_of
 
 EVERY = pytest.mark.parametrize("name", [*SETUPS, *EXPOSED])
@@ -140,7 +140,7 @@ def test_every_default_is_the_careful_one() -> None:
     counts = np.full(4, 3)
     promised = compute_guarantee(Own(), 4, counts)
     assert (promised.mechanism, promised.adjacency, promised.has_shared_records) == (
-        Mechanism.PURE,
+        PURE,
         Adjacency.RECORD_USE,
         False,
     )
@@ -162,7 +162,7 @@ def test_a_record_used_again_costs_n_events_where_the_meter_cannot_follow_it() -
     own = LearnerData(np.zeros((2, 1)), np.zeros(2), np.array([0, 1, 0, 0]), np.arange(5))
     event = PrecomputedAccountant(np.array([0.0, 1.0, 0.5, 0.0])).losses(np.ones(4, np.int64))
     found = {each.n_uses: each for each in group_record_losses(PrecomputedAccountant(event), own)}
-    assert worst_case_record_epsilon(found.values(), event) == 3 * 1.5
+    assert math.fsum(worst_case_record_losses(found.values(), event)) == 3 * 1.5
     assert found[3].losses is None and found[1].losses is None
 
 
@@ -207,10 +207,7 @@ def test_a_record_used_again_costs_n_events_where_the_meter_cannot_follow_it() -
 )
 def test_adjacency_in_words(event: Adjacency, shared: bool, replaced: int | None, text: str) -> None:
     zeros = np.zeros(1)
-    assert (
-        Guarantee(Mechanism.PURE, event, shared, replaced, zeros, zeros, 0.0, GuaranteeBasis()).adjacency_description
-        == text
-    )
+    assert Guarantee(PURE, event, shared, replaced, zeros, zeros, 0.0, GuaranteeBasis()).adjacency_description == text
 
 
 def test_learners_heard_together_cost_the_sum() -> None:

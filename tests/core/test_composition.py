@@ -14,6 +14,7 @@ import pytest
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.budget import composition
 from sottovoce_core.budget.composition import (
+    MessageLosses,
     RecordGroup,
     _count_usage_plans,
     envelope,
@@ -21,16 +22,18 @@ from sottovoce_core.budget.composition import (
     group_loss,
     group_record_losses,
     message_losses,
-    worst_case_record_epsilon,
+    worst_case_record_losses,
 )
 from sottovoce_core.data import LearnerData
 from sottovoce_core.errors import SpecError
-from sottovoce_core.privacy.guarantee import Adjacency, Mechanism
+from sottovoce_core.privacy.guarantee import Adjacency
+from sottovoce_core.privacy.loss import PURE, Mechanism
 from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.spec import parse_spec
 from tests.examples import made_up, small_run
 
 T = np.arange(1, 501)
+LAPLACE = Mechanism.laplace()
 RUNS: dict[str, dict[str, Any]] = {
     "ldp-dol": {},
     "dsgd": {},
@@ -40,6 +43,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "dvp": {"alpha": 0.3},
     "pvp": {"alpha": 0.3},
 }
+
+
+def epsilon_at(delta: float, losses: FloatArray, mechanism: Mechanism) -> float:
+    """Epsilon of one learner's messages."""
+    return epsilon_for_delta(delta, [MessageLosses(mechanism, losses, losses)])
 
 
 def build(name: str) -> Run:
@@ -74,7 +82,7 @@ def test_a_record_is_charged_for_all_of_its_uses(name: str) -> None:
         replaced = np.isin(np.arange(12) % 4, first).astype(np.int64)
         expected = run.guarantee(0, counts, replaced).round_losses
         np.testing.assert_allclose(each.charged_losses(event.round_losses), expected, rtol=1e-12, atol=1e-300)
-    dearest = worst_case_record_epsilon(found, event.round_losses)
+    dearest = math.fsum(worst_case_record_losses(found, event.round_losses))
     assert event.epsilon() < dearest <= 3 * event.epsilon() * (1 + 1e-12)
     assert dearest == max(math.fsum(each.charged_losses(event.round_losses)) for each in found)
 
@@ -87,8 +95,8 @@ def test_many_plans_are_bounded_by_events(monkeypatch: pytest.MonkeyPatch) -> No
     bounded = group_record_losses(run.algorithm.accountant(0), own)
     event = run.guarantee(0).round_losses
     assert [each.losses is None for each in bounded] == [True] * 3
-    assert worst_case_record_epsilon(bounded, event) == pytest.approx(3 * math.fsum(event))
-    assert worst_case_record_epsilon(exact, event) < worst_case_record_epsilon(bounded, event)
+    assert math.fsum(worst_case_record_losses(bounded, event)) == pytest.approx(3 * math.fsum(event))
+    assert math.fsum(worst_case_record_losses(exact, event)) < math.fsum(worst_case_record_losses(bounded, event))
 
 
 def test_a_group_costs_the_sum_of_its_dearest_records() -> None:
@@ -128,17 +136,17 @@ def test_a_whole_objective_is_one_event_whatever_its_records() -> None:
 )
 def test_reference_values_of_laplace_noise(losses: FloatArray, pure: float, at_delta: float) -> None:
     assert math.fsum(losses) == pytest.approx(pure, rel=1e-3)
-    assert epsilon_for_delta(1e-6, losses, Mechanism.LAPLACE) == pytest.approx(at_delta, rel=2e-3)
+    assert epsilon_at(1e-6, losses, LAPLACE) == pytest.approx(at_delta, rel=2e-3)
 
 
-@pytest.mark.parametrize("mechanism", Mechanism)
+@pytest.mark.parametrize("mechanism", [LAPLACE, PURE])
 def test_one_message_as_in_the_books(mechanism: Mechanism) -> None:
     """delta(e) is `1 - exp((e - eps)/2)` for Laplace noise, `(exp(eps) - exp(e)) / (exp(eps) + 1)` for randomised response."""
     eps, delta = 1.0, 0.05
     expected = eps + 2 * math.log1p(-delta)
-    if mechanism is Mechanism.PURE:
+    if mechanism is PURE:
         expected = math.log(math.exp(eps) - delta * (math.exp(eps) + 1))
-    assert epsilon_for_delta(delta, np.array([eps]), mechanism) == pytest.approx(expected, abs=2e-4)
+    assert epsilon_at(delta, np.array([eps]), mechanism) == pytest.approx(expected, abs=2e-4)
 
 
 def test_a_vector_of_laplace_numbers_is_dominated_by_one_of_them() -> None:
@@ -158,25 +166,25 @@ def test_a_vector_of_laplace_numbers_is_dominated_by_one_of_them() -> None:
 
 def test_less_than_pure_and_falling_with_delta() -> None:
     losses = np.full(40, 0.2)
-    found = [epsilon_for_delta(delta, losses, Mechanism.LAPLACE) for delta in (1e-9, 1e-6, 1e-3)]
+    found = [epsilon_at(delta, losses, LAPLACE) for delta in (1e-9, 1e-6, 1e-3)]
     assert 8.0 > found[0] > found[1] > found[2] > 0
-    assert epsilon_for_delta(1e-6, losses, Mechanism.PURE) > found[1]
-    assert epsilon_for_delta(1e-300, losses, Mechanism.LAPLACE) == pytest.approx(8.0)
-    assert epsilon_for_delta(1e-6, np.zeros(3), Mechanism.LAPLACE) == 0.0
-    assert epsilon_for_delta(1e-6, np.array([1.0, math.inf]), Mechanism.LAPLACE) == math.inf
-    assert epsilon_for_delta(1e-6, np.full(200, 40.0), Mechanism.LAPLACE) < 7990.0
+    assert epsilon_at(1e-6, losses, PURE) > found[1]
+    assert epsilon_at(1e-300, losses, LAPLACE) == pytest.approx(8.0)
+    assert epsilon_at(1e-6, np.zeros(3), LAPLACE) == 0.0
+    assert epsilon_at(1e-6, np.array([1.0, math.inf]), LAPLACE) == math.inf
+    assert epsilon_at(1e-6, np.full(200, 40.0), LAPLACE) < 7990.0
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-6, math.nan])
 def test_delta_must_be_a_probability(delta: float) -> None:
     with pytest.raises(SpecError, match="delta must be above 0 and below 1"):
-        epsilon_for_delta(delta, np.ones(2), Mechanism.LAPLACE)
+        epsilon_at(delta, np.ones(2), LAPLACE)
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting.pld.privacy_loss_distribution", None)
     with pytest.raises(SpecError, match=r"pip install '\.\[accounting\]'"):
-        epsilon_for_delta(1e-6, np.ones(2), Mechanism.LAPLACE)
+        epsilon_at(1e-6, np.ones(2), LAPLACE)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -210,10 +218,10 @@ def test_too_many_rounds_leave_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_several_events_are_not_one_event_several_times() -> None:
     """Events that cost 3, 1 and 1, 3: together 4, 4. Neither twice the first nor twice the second dominates that."""
-    delta, pure = 0.09, Mechanism.PURE
-    together = epsilon_for_delta(delta, np.array([4.0, 4.0]), pure)
-    assert epsilon_for_delta(delta, np.array([6.0, 2.0]), pure) < together - 0.005
-    assert together < epsilon_for_delta(delta, RecordGroup(1, 2, None).composable_losses(np.array([3.0, 1.0])), pure)
+    delta, pure = 0.09, PURE
+    together = epsilon_at(delta, np.array([4.0, 4.0]), pure)
+    assert epsilon_at(delta, np.array([6.0, 2.0]), pure) < together - 0.005
+    assert together < epsilon_at(delta, RecordGroup(1, 2, None).composable_losses(np.array([3.0, 1.0])), pure)
 
 
 def test_uses_that_are_metered_or_single_are_composed_message_by_message() -> None:
@@ -228,5 +236,6 @@ def test_envelope_sorts_first() -> None:
 
 
 def test_mechanisms() -> None:
+    """Every message has three numbers."""
     found = {name: build(name).guarantee(0).mechanism for name in RUNS}
-    assert found == dict.fromkeys(RUNS, Mechanism.LAPLACE) | {"dvp": "pure", "pvp": "pure"}
+    assert found == dict.fromkeys(RUNS, Mechanism.laplace(3)) | {"dvp": PURE, "pvp": PURE}

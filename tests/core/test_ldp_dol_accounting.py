@@ -27,7 +27,8 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.noise import lattice_spacing
 from sottovoce_core.privacy.accountant import Accountant, compute_guarantee
-from sottovoce_core.privacy.guarantee import Adjacency, Guarantee, Mechanism, Regularity, ThreatModel
+from sottovoce_core.privacy.guarantee import Adjacency, Guarantee, Regularity, ThreatModel
+from sottovoce_core.privacy.loss import Mechanism
 
 MODES: tuple[AccountingMode, ...] = get_args(AccountingMode)
 SCHEDULES = SharedSchedules(lam0=1.0, v=0.77, gam0=1.0, u=0.65)
@@ -579,7 +580,7 @@ def test_guarantee_is_the_accountant_over_the_plan() -> None:
     assert promised.round_losses[2] > 0 == promised.round_losses[1]
     assert (promised.basis.mode, promised.basis.threat_model) == ("best", ThreatModel.WIRE)
     assert (promised.mechanism, promised.adjacency, promised.has_shared_records) == (
-        Mechanism.LAPLACE,
+        Mechanism.laplace(2),
         Adjacency.RECORD_USE,
         False,
     )

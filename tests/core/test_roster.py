@@ -18,7 +18,7 @@ from sottovoce_core.auditing.online.canaries import CanaryTest, draw_canaries
 from sottovoce_core.auditing.online.watch import Watch
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.auditing.worst_case_search import list_replacements
-from sottovoce_core.budget.composition import group_record_losses, message_losses, worst_case_record_epsilon
+from sottovoce_core.budget.composition import group_record_losses, message_losses, worst_case_record_losses
 from sottovoce_core.data import PlacedData
 from sottovoce_core.data.dataset import Dataset
 from sottovoce_core.errors import AssumptionViolated, DataError, FailedPrecondition, SpecError
@@ -514,9 +514,11 @@ def test_who_leaves_costs_no_more_by_record_or_at_a_delta(name: str) -> None:
     expected = group_record_losses(short.algorithm.accountant(1), until)
     event = run.guarantee(1, np.diff(own.offsets)).round_losses
     assert sorted(each.n_records for each in records) == sorted(each.n_records for each in expected)
-    cost = worst_case_record_epsilon(expected, short.guarantee(1, np.diff(until.offsets)).round_losses)
-    assert worst_case_record_epsilon(records, event) == pytest.approx(cost, rel=1e-9)
-    assert worst_case_record_epsilon(group_record_losses(run.algorithm.accountant(1), own), event) > cost * 1.01
+    cost = math.fsum(worst_case_record_losses(expected, short.guarantee(1, np.diff(until.offsets)).round_losses))
+    assert math.fsum(worst_case_record_losses(records, event)) == pytest.approx(cost, rel=1e-9)
+    assert (
+        math.fsum(worst_case_record_losses(group_record_losses(run.algorithm.accountant(1), own), event)) > cost * 1.01
+    )
     single = message_losses(run.algorithm.accountant(1), np.diff(own.offsets), 8)
     alone = message_losses(short.algorithm.accountant(1), np.diff(until.offsets))
     assert single is not None and alone is not None

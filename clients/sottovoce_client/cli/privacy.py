@@ -147,7 +147,9 @@ _FIT, _TRADE = "Write a spec calibrated to a budget", "Find the level that balan
 @app.command(rich_help_panel="Privacy")
 def budget(
     spec: SpecFile,
-    delta: Annotated[float | None, typer.Option(help="Also epsilon at this delta (needs dp-accounting).")] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="Also epsilon at this delta; with --target: the target's delta.")
+    ] = None,
     learner: Annotated[
         list[str] | None, typer.Option(help="Show this learner; repeat for several.", show_default="all")
     ] = None,
@@ -290,10 +292,13 @@ def budget(
         raise typer.Exit(_report_tradeoff(spec, parse_privacy_levels(tradeoff, 3, "--tradeoff"), out, **trade))
     if target:
         from sottovoce_client.privacy.calibrate import parse_horizon, parse_target, write_calibrated_spec
+        from sottovoce_core.budget.composition import require_delta
 
-        _require_absent("--target", report_options | tradeoff_options)
+        _require_absent("--target", {**report_options, "--delta": None} | tradeoff_options)
         requested, horizon_rounds = load_spec(spec), parse_horizon(horizon)
-        wanted = parse_target(requested, target, horizon_rounds, per or "record_use")
+        wanted = parse_target(
+            requested, target, horizon_rounds, per or "record_use", 0.0 if delta is None else require_delta(delta)
+        )
         write_calibrated_spec(spec, prepare_for_accounting(requested, rounds, records, horizon_rounds), wanted, out)
         return
     _require_absent("", fit_options, "--target")

@@ -21,18 +21,11 @@ from sottovoce_client.reports.plot_elements import PINK, make_diamond
 from sottovoce_client.reports.run_figures import EPSILON_STYLES, build_budget_figure
 from sottovoce_client.reports.run_report import build_assumption_table
 from sottovoce_core.arrays import FloatArray, as_floats
-from sottovoce_core.budget.composition import (
-    RecordGroup,
-    envelope,
-    epsilon_for_delta,
-    group_loss,
-    group_record_losses,
-    message_losses,
-    worst_case_record_losses,
-)
+from sottovoce_core.budget.composition import require_delta
+from sottovoce_core.budget.cost import LearnerCost
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import PreparedRun
-from sottovoce_core.privacy.guarantee import Adjacency, Guarantee
+from sottovoce_core.privacy.guarantee import Guarantee
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.run_warnings import BUDGET_ENDS
 from sottovoce_core.spec import RunSpec
@@ -106,6 +99,8 @@ def report_budget(
     Raises:
         SpecError: The learner does not exist, a delta is out of range, or an optional dependency is missing.
     """
+    if request.delta is not None:
+        require_delta(request.delta)
     console, run = console or terminal.create_console(), prepared.run
     chosen = [find_learner_index(run.spec, name) for name in names] or list(range(run.spec.n_learners))
     with console.status("adding up"):
@@ -145,32 +140,23 @@ def find_learner_index(spec: RunSpec, name: str, option: str = "--learner") -> i
 
 def _compute_line(prepared: PreparedRun, learner: int, request: BudgetRequest) -> _BudgetLine:
     """Compute the epsilons of one learner's messages."""
-    run, own = prepared.run, prepared.data.learners[learner]
-    counts, accountant = np.diff(own.offsets), run.algorithm.accountant(learner)
-    guarantee = run.guarantee(learner, counts)
-    end = run.participation(learner).end
-    records = group_record_losses(accountant, own, end) if request.include_per_record else []
-    dearest = worst_case_record_losses(records, guarantee.round_losses) if records else None
-    epsilons: dict[str, float | None] = {"record_use": guarantee.epsilon()}
+    run = prepared.run
+    cost = LearnerCost(run, learner, prepared.data.learners[learner])
+    has_records = request.include_per_record and bool(cost.records)
+    guarantee = cost.guarantee
+    epsilons: dict[str, float | None] = {"record_use": cost.epsilon("record_use")}
     if request.include_per_record:
-        epsilons["record"] = None if dearest is None else math.fsum(dearest)
+        epsilons["record"] = cost.epsilon("record") if has_records else None
     if request.group_size is not None:
-        size = 1 if guarantee.adjacency is Adjacency.LEARNER else request.group_size
-        epsilons["group"] = group_loss(records or [RecordGroup(size, 1, None)], guarantee.round_losses, size)
+        epsilons["group"] = cost.group_epsilon(request.group_size, all_uses=request.include_per_record)
     if request.delta is not None:
-        single, mechanism = message_losses(accountant, counts, end), guarantee.mechanism
-        for kind in ("record_use", "record") if request.include_per_record else ("record_use",):
-            pure = epsilons[kind]
-            if single is not None and pure is not None:
-                losses = (
-                    single if kind == "record_use" else envelope([each.composable_losses(single) for each in records])
-                )
-                pure = min(pure, epsilon_for_delta(request.delta, losses, mechanism))
-            epsilons[f"{kind}_at_delta"] = pure
+        epsilons["record_use_at_delta"] = cost.epsilon("record_use", request.delta)
+        if request.include_per_record:
+            epsilons["record_at_delta"] = cost.epsilon("record", request.delta) if has_records else None
     epsilons |= {"paper": float(guarantee.paper_epsilon[-1]), "infinite_horizon": guarantee.infinite_horizon_epsilon}
     if guarantee.output_epsilon is not None:
         epsilons["output"] = float(guarantee.output_epsilon[-1])
-    curve = None if dearest is None else as_floats(np.cumsum(dearest))
+    curve = as_floats(np.cumsum(cost.losses("record"))) if has_records else None
     return _BudgetLine(run.spec.names[learner], guarantee, epsilons, curve)
 
 

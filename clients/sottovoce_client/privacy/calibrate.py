@@ -14,7 +14,8 @@ from sottovoce_client.atomic_files import create_file, require_new
 from sottovoce_client.formatting import format_number
 from sottovoce_client.privacy.budget import find_learner_index
 from sottovoce_core.algorithms.run_context import AlgorithmSpec
-from sottovoce_core.budget.calibration import BudgetTarget, BudgetUnit, CalibrationResult, calibrate
+from sottovoce_core.budget.calibration import BudgetTarget, CalibrationResult, calibrate
+from sottovoce_core.budget.cost import PrivacyUnit
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.runs.run import build_run
@@ -96,7 +97,9 @@ def parse_horizon(text: str | None) -> float | None:
     return rounds
 
 
-def parse_target(spec: RunSpec, wanted: Sequence[str], horizon: float | None, per: BudgetUnit) -> BudgetTarget:
+def parse_target(
+    spec: RunSpec, wanted: Sequence[str], horizon: float | None, per: PrivacyUnit, delta: float = 0.0
+) -> BudgetTarget:
     """Parse the options of the command.
 
     Args:
@@ -104,6 +107,7 @@ def parse_target(spec: RunSpec, wanted: Sequence[str], horizon: float | None, pe
         wanted: `E` for every learner that is not named, or `NAME=E` for one.
         horizon: Rounds, or infinity; None: all.
         per: Unit of the budget, a record use or a record.
+        delta: The epsilons are at this delta; 0: pure.
 
     Raises:
         SpecError: An option has another form, names no learner, or a learner has no target.
@@ -127,7 +131,7 @@ def parse_target(spec: RunSpec, wanted: Sequence[str], horizon: float | None, pe
     without = [name for name, target in zip(spec.names, targets, strict=True) if target is None]
     if without:
         raise SpecError(f"every learner needs a target, got none for {', '.join(without)}; give --target E")
-    return BudgetTarget(tuple(target for target in targets if target is not None), horizon, per)
+    return BudgetTarget(tuple(target for target in targets if target is not None), horizon, per, delta)
 
 
 def _parse_number(option: str, text: str) -> float:

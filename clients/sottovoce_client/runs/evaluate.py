@@ -26,7 +26,7 @@ from sottovoce_client.runs.summary import (
 )
 from sottovoce_core.arrays import Batch, FloatArray, as_floats
 from sottovoce_core.auditing.worst_case_search import compute_worst_losses
-from sottovoce_core.budget.composition import group_record_losses, worst_case_record_losses
+from sottovoce_core.budget.cost import LearnerCost
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import CaptureError, EquivocationError
 from sottovoce_core.experiment import PreparedRun
@@ -357,9 +357,8 @@ class _Cost:
 
 def _compute_planned_cost(run: Run, own: LearnerData, index: int) -> _Cost:
     """Compute the cost from the records of all planned rounds."""
-    guarantee = run.guarantee(index, np.diff(own.offsets))
-    losses = group_record_losses(run.algorithm.accountant(index), own, run.participation(index).end)
-    record = as_floats(np.cumsum(worst_case_record_losses(losses, guarantee.round_losses)))
+    cost = LearnerCost(run, index, own)
+    guarantee, record = cost.guarantee, as_floats(np.cumsum(cost.losses("record")))
     return _Cost(guarantee.paper_epsilon, guarantee.cumulative_epsilon, record, guarantee.infinite_horizon_epsilon)
 
 

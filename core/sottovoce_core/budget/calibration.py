@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.budget.composition import group_record_losses, worst_case_record_epsilon
+from sottovoce_core.budget.cost import LearnerCost, PrivacyUnit, compose_costs
 from sottovoce_core.data import PlacedData
 from sottovoce_core.data.dataset import Dataset
 from sottovoce_core.errors import SpecError
@@ -30,8 +30,6 @@ from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 
 # ---- calibration -----------------------------------------------------------------------------------------------------
-
-BudgetUnit = Literal["record_use", "record"]
 
 _TOLERANCE = 1e-3
 """Share of a target that may stay unspent."""
@@ -48,11 +46,13 @@ class BudgetTarget:
             it. If they share their records, all must be equal: the budget of all their messages together.
         horizon: number of rounds covered, at most those of the run (None: all of them); infinite: for ever.
         unit: budget for one use of a record, or for a record in all of its uses.
+        delta: the epsilons are at this delta; 0: pure.
     """
 
     epsilons: tuple[float, ...]
     horizon: float | None = None
-    unit: BudgetUnit = "record_use"
+    unit: PrivacyUnit = "record_use"
+    delta: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,32 +98,29 @@ def calibrate(spec: RunSpec, data: PlacedData, target: BudgetTarget) -> Calibrat
 
 
 def compute_epsilons(
-    run: Run, data: PlacedData, horizon: float | None = None, unit: BudgetUnit = "record_use"
+    run: Run, data: PlacedData, unit: PrivacyUnit = "record_use", delta: float = 0.0
 ) -> tuple[float, ...]:
-    """Return epsilon of each learner's messages alone over the horizon."""
-    return tuple(_epsilon(run, data, i, horizon, unit) for i in range(run.spec.n_learners))
-
-
-def _epsilon(run: Run, data: PlacedData, learner: int, horizon: float | None, unit: BudgetUnit) -> float:
-    own = data.learners[learner]
-    guarantee = run.guarantee(learner, np.diff(own.offsets))
-    records = (
-        group_record_losses(run.algorithm.accountant(learner), own, run.participation(learner).end)
-        if unit == "record"
-        else []
-    )
-    if horizon == math.inf:  # a record that is used repeatedly has no bounded number of uses
-        return guarantee.infinite_horizon_epsilon if all(each.n_uses == 1 for each in records) else math.inf
-    rounds = run.spec.rounds if horizon is None else int(horizon)
-    if unit == "record_use":
-        return guarantee.epsilon(rounds)
-    return worst_case_record_epsilon([each.truncate(rounds) for each in records], guarantee.round_losses[:rounds])
+    """Return epsilon of each learner's messages alone, pure or at a delta."""
+    return tuple(LearnerCost(run, i, own).epsilon(unit, delta) for i, own in enumerate(data.learners))
 
 
 def _compute_spent(run: Run, data: PlacedData, target: BudgetTarget) -> FloatArray:
     """Compute the epsilons `(learners,)` to compare with the targets."""
-    epsilons = compute_epsilons(run, data, target.horizon, target.unit)
-    return np.array([math.fsum(epsilons)] * len(epsilons) if _has_shared_records(run.spec) else epsilons)
+    if target.horizon == math.inf:
+        costs = [LearnerCost(run, i, own) for i, own in enumerate(data.learners)]
+        epsilons = [_compute_infinite_horizon(each, target.unit) for each in costs]
+        return np.array([math.fsum(epsilons)] * len(epsilons) if _has_shared_records(run.spec) else epsilons)
+    rounds = None if target.horizon is None else int(target.horizon)
+    costs = [LearnerCost(run, i, own, rounds) for i, own in enumerate(data.learners)]
+    if _has_shared_records(run.spec):
+        return np.full(len(costs), compose_costs(costs, target.unit, target.delta))
+    return np.array([each.epsilon(target.unit, target.delta) for each in costs])
+
+
+def _compute_infinite_horizon(cost: LearnerCost, unit: PrivacyUnit) -> float:
+    """Return epsilon over infinitely many rounds. A record that is used repeatedly has no bounded number of uses."""
+    is_used_once = unit == "record_use" or all(each.n_uses == 1 for each in cost.records)
+    return cost.guarantee.infinite_horizon_epsilon if is_used_once else math.inf
 
 
 def _has_shared_records(spec: RunSpec) -> bool:
@@ -152,6 +149,10 @@ def _targets(spec: RunSpec, target: BudgetTarget) -> FloatArray:
     for epsilon in target.epsilons:
         if not 0.0 < epsilon < math.inf:
             raise SpecError(f"a target epsilon must be above 0 and finite, got {epsilon}")
+    if not 0.0 <= target.delta < 1.0:
+        raise SpecError(f"delta must be at least 0 and below 1, got {target.delta:g}")
+    if target.delta and target.horizon == math.inf:
+        raise SpecError("a target at a delta needs a finite horizon: give a number of rounds, or leave delta out")
     if _has_shared_records(spec) and len(set(target.epsilons)) > 1:
         text = "learners that share their records have one budget for all their messages together"
         raise SpecError(f"{text}: give one epsilon, got {_format(np.array(target.epsilons))}")

@@ -29,7 +29,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -95,10 +95,6 @@ class RecordGroup:
         total[0] = self.n_uses * math.fsum(event_losses)
         return total
 
-    def truncate(self, rounds: int) -> RecordGroup:
-        """Return the group with the losses of the first `rounds` messages only."""
-        return self if self.losses is None else replace(self, losses=self.losses[:rounds])
-
 
 def _count_usage_plans(own: LearnerData) -> Counter[tuple[int, ...]]:
     """Count the records of each usage plan: the rounds in which a record is used, one entry for each use."""
@@ -134,11 +130,6 @@ def group_record_losses(accountant: Accountant, own: LearnerData, end: int | Non
     losses = _truncate(end, accountant.losses_by_change(np.diff(own.offsets), replaced))
     groups = [RecordGroup(records, len(plan), each) for (records, plan), each in zip(followed, losses, strict=True)]
     return groups + [RecordGroup(records, uses, None) for uses, records in bounded.items()]
-
-
-def worst_case_record_epsilon(groups: Iterable[RecordGroup], event_losses: FloatArray) -> float:
-    """Return epsilon of the worst-case record in all of its uses, given the losses of one use `(rounds,)`."""
-    return math.fsum(worst_case_record_losses(groups, event_losses))
 
 
 def worst_case_record_losses(groups: Iterable[RecordGroup], event_losses: FloatArray) -> FloatArray:
@@ -202,49 +193,78 @@ def envelope(losses: Sequence[FloatArray] | FloatArray) -> FloatArray:
     return as_floats(np.sort(losses, axis=-1)[:, ::-1].max(axis=0))
 
 
-def epsilon_for_delta(delta: float, losses: FloatArray, mechanism: Mechanism) -> float:
-    """Return epsilon at which the composed messages are `(epsilon, delta)`-DP; never above the sum of their losses.
+@dataclass(frozen=True, slots=True, eq=False)
+class MessageLosses:
+    """Losses of one learner's messages that may be composed: sorted by size, each is at least that of any record.
+
+    Attributes:
+        mechanism: noise mechanism of the messages.
+        losses: `(rounds,)` pure losses, each valid for any earlier messages.
+        sorted_uses: `(rounds,)` pure losses for Renyi divergences alone. Those of Laplace noise are convex in the loss, so their
+            sum is largest if all uses of a record cost most in the same messages.
+    """
+
+    mechanism: Mechanism
+    losses: FloatArray
+    sorted_uses: FloatArray
+
+
+def epsilon_for_delta(delta: float, messages: Sequence[MessageLosses]) -> float:
+    """Return epsilon at which the messages are together `(epsilon, delta)`-DP; never above the sum of their losses.
 
     Args:
         delta: above 0 and below 1.
-        losses: `(rounds,)` pure losses of the messages, each valid for any earlier messages.
-        mechanism: noise mechanism of the messages.
+        messages: messages of every learner that one record moves.
 
     Raises:
         SpecError: delta is out of range, or dp-accounting is missing.
     """
+    require_delta(delta)
+    pure = math.fsum(math.fsum(each.losses) for each in messages)
+    if not pure or not math.isfinite(pure):
+        return pure
+    renyi = np.sum([_sum_renyi(each.sorted_uses, each.mechanism) for each in messages], axis=0)
+    composed = _compose(messages, max(_INTERVAL, pure / _MAX_PLD_POINTS))
+    return min(PrivacyLoss(pure, renyi).epsilon(delta), float(composed.get_epsilon_for_delta(delta)))
+
+
+def require_delta(delta: float) -> float:
+    """Return the delta if it is above 0 and below 1.
+
+    Raises:
+        SpecError: it is not.
+    """
     if not 0.0 < delta < 1.0:
         raise SpecError(f"delta must be above 0 and below 1, got {delta}; for delta 0 use the pure epsilon")
-    charged = losses[losses > 0]
-    pure = math.fsum(losses)
-    if not len(charged) or not math.isfinite(pure):
-        return pure
-    composed = _compose(charged, mechanism, max(_INTERVAL, pure / _MAX_PLD_POINTS))
-    by_renyi = PrivacyLoss(pure, _sum_renyi(charged, mechanism)).epsilon(delta)
-    return min(by_renyi, float(composed.get_epsilon_for_delta(delta)))
+    return delta
 
 
 def _sum_renyi(losses: FloatArray, mechanism: Mechanism) -> FloatArray:
     """Sum the Renyi divergences of all messages, equal ones at once."""
-    values, times = np.unique(losses, return_counts=True)
+    values, times = np.unique(losses[losses > 0], return_counts=True)
     total = np.zeros(len(ORDERS))
     for k in range(0, len(values), _RENYI_CHUNK):
         total += times[k : k + _RENYI_CHUNK] @ mechanism.compute_renyi(values[k : k + _RENYI_CHUNK])
     return total
 
 
-def _compose(losses: FloatArray, mechanism: Mechanism, interval: float) -> Any:
+def _compose(messages: Sequence[MessageLosses], interval: float) -> Any:
     """Compose the privacy loss distributions of all messages: equal ones at once, then always the two smallest."""
+    counts = Counter[tuple[float, bool]]()
+    for each in messages:
+        values, repeats = np.unique(each.losses[each.losses > 0], return_counts=True)
+        has_laplace = each.mechanism.n_coordinates > 0
+        counts.update({(loss, has_laplace): n for loss, n in zip(values.tolist(), repeats.tolist(), strict=True)})
     library = _library("privacy_loss_distribution")
     parameters = _library("common").DifferentialPrivacyParameters
     heap: list[tuple[float, int, Any]] = []
-    for k, (loss, times) in enumerate(zip(*np.unique(losses, return_counts=True), strict=True)):
-        if mechanism.n_coordinates:
+    for k, ((loss, has_laplace), times) in enumerate(sorted(counts.items())):
+        if has_laplace:
             scale = 1.0 / (loss + 2.0 ** (1 - LATTICE_BITS))
             one = library.from_laplace_mechanism(scale, value_discretization_interval=interval)
         else:
             one = library.from_privacy_parameters(parameters(loss, 0.0), value_discretization_interval=interval)
-        several = one if times == 1 else one.self_compose(int(times), tail_mass_truncation=_TRUNCATED_TAIL_MASS)
+        several = one if times == 1 else one.self_compose(times, tail_mass_truncation=_TRUNCATED_TAIL_MASS)
         heap.append((float(loss * times), k, several))
     heapq.heapify(heap)
     while len(heap) > 1:

@@ -41,6 +41,8 @@ _SMALL_SHIFT = 1e-6
 """Shift in noise scales below which a coordinate costs `alpha x^2 / 2`, an upper bound whose relative error is below 1e-6."""
 _SMALL_RESPONSE = 1e-4
 """Loss below which randomised response costs `alpha e^2 / 2`, an upper bound whose relative error is below 1e-6."""
+_LARGE_RESPONSE = 1e9
+"""Loss above which randomised response costs at most the loss itself, which is its limit."""
 _LATTICE_SHIFT = 2.0**-LATTICE_BITS
 
 
@@ -125,9 +127,11 @@ NO_LOSS = PrivacyLoss(0.0, np.zeros(len(ORDERS)))
 
 def _compute_response_renyi(losses: FloatArray) -> FloatArray:
     """Compute the Renyi divergences `(..., orders)` of randomised response with losses `(..., 1)`."""
-    exact = np.logaddexp(ORDERS * losses, (1.0 - ORDERS) * losses) - np.logaddexp(0.0, losses)
-    # For small losses the difference cancels; the bound is its first term.
-    return np.where(losses < _SMALL_RESPONSE, 0.5 * ORDERS * np.minimum(losses, 1.0) ** 2, exact / (ORDERS - 1.0))
+    finite = np.minimum(losses, _LARGE_RESPONSE)
+    exact = np.logaddexp(ORDERS * finite, (1.0 - ORDERS) * finite) - np.logaddexp(0.0, finite)
+    # For small losses the difference cancels: the bound is its first term. For large ones the loss itself is the bound.
+    short = np.where(losses < _SMALL_RESPONSE, 0.5 * ORDERS * np.minimum(losses, 1.0) ** 2, exact / (ORDERS - 1.0))
+    return np.where(losses > _LARGE_RESPONSE, losses, short)
 
 
 def _compute_coordinate_renyi(shifts: FloatArray) -> FloatArray:

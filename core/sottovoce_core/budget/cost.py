@@ -1,0 +1,121 @@
+"""Privacy cost of one learner's messages in a planned run: for one use of a record, a record, or a group, pure or at a delta."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.budget.composition import (
+    MessageLosses,
+    RecordGroup,
+    envelope,
+    epsilon_for_delta,
+    group_loss,
+    group_record_losses,
+    message_losses,
+    worst_case_record_losses,
+)
+from sottovoce_core.data import LearnerData
+from sottovoce_core.privacy.guarantee import Adjacency
+from sottovoce_core.runs.run import Run
+
+PrivacyUnit = Literal["record_use", "record"]
+"""One use of a record, or a record in all of its uses."""
+
+
+class LearnerCost:
+    """Privacy cost of one learner's messages.
+
+    Args:
+        run: run with a planned end.
+        learner: index of the learner.
+        own: its records; only their numbers by round, and how often each is used, matter.
+        rounds: number of first rounds to account (default: all).
+
+    Attributes:
+        guarantee: guarantee of one record use over these rounds.
+
+    Raises:
+        SpecError: the run has no planned end.
+    """
+
+    def __init__(self, run: Run, learner: int, own: LearnerData, rounds: int | None = None) -> None:
+        self._run, self._learner, self._own = run, learner, own
+        self._counts = np.diff(own.offsets)
+        end = run.participation(learner).end
+        self._end = end if rounds is None else min(end, rounds)
+        self.guarantee = run.guarantee(learner, self._counts).truncate(self._end)
+
+    @cached_property
+    def records(self) -> list[RecordGroup]:
+        """The learner's records, grouped by their uses."""
+        return group_record_losses(self._run.algorithm.accountant(self._learner), self._own, self._end)
+
+    @cached_property
+    def _single_use(self) -> FloatArray | None:
+        return message_losses(self._run.algorithm.accountant(self._learner), self._counts, self._end)
+
+    def losses(self, unit: PrivacyUnit) -> FloatArray:
+        """Return the pure losses `(rounds,)` of the messages, for the worst-case unit."""
+        if unit == "record_use":
+            return self.guarantee.round_losses
+        return worst_case_record_losses(self.records, self.guarantee.round_losses)
+
+    def message_losses(self, unit: PrivacyUnit) -> MessageLosses:
+        """Return the losses that may be composed at a delta, which hold for every single unit."""
+        mechanism, single = self.guarantee.mechanism, self._single_use
+        if single is None:  # a message with the total loss dominates all its parts
+            total = np.array([math.fsum(self.losses(unit))])
+            return MessageLosses(mechanism, total, total)
+        if unit == "record_use" or not self.records:
+            losses = single if unit == "record_use" else np.zeros_like(single)
+            return MessageLosses(mechanism, losses, losses)
+        losses = envelope([each.composable_losses(single) for each in self.records])
+        if not mechanism.n_coordinates:
+            return MessageLosses(mechanism, losses, losses)
+        sorted_uses = [each.n_uses * single if each.losses is None else each.losses for each in self.records]
+        return MessageLosses(mechanism, losses, envelope(sorted_uses))
+
+    def epsilon(self, unit: PrivacyUnit = "record_use", delta: float = 0.0) -> float:
+        """Return epsilon of the worst-case unit, pure or at a delta; 0 for records if there are none.
+
+        Raises:
+            SpecError: delta is not at least 0 and below 1, or dp-accounting is missing.
+        """
+        pure = math.fsum(self.losses(unit))
+        return min(pure, epsilon_for_delta(delta, [self.message_losses(unit)])) if delta else pure
+
+    def group_epsilon(self, size: int, *, all_uses: bool) -> float:
+        """Return the pure epsilon of the `size` most expensive records together, each used once or with all of its uses."""
+        if self.guarantee.adjacency is Adjacency.LEARNER:
+            size = 1
+        records = self.records if all_uses else [RecordGroup(size, 1, None)]
+        return group_loss(records or [RecordGroup(size, 1, None)], self.guarantee.round_losses, size)
+
+
+def combine_costs(costs: Sequence[LearnerCost], unit: PrivacyUnit = "record_use", delta: float = 0.0) -> float:
+    """Return epsilon of one unit against an adversary that observes all learners.
+
+    It is the largest of the learners; if they share their records, all of their messages depend on a unit.
+
+    Raises:
+        SpecError: as of `LearnerCost.epsilon`.
+    """
+    if not costs[0].guarantee.has_shared_records:
+        return max(each.epsilon(unit, delta) for each in costs)
+    return compose_costs(costs, unit, delta)
+
+
+def compose_costs(costs: Sequence[LearnerCost], unit: PrivacyUnit = "record_use", delta: float = 0.0) -> float:
+    """Return epsilon of one unit on which the messages of all these learners depend.
+
+    Raises:
+        SpecError: as of `LearnerCost.epsilon`.
+    """
+    pure = math.fsum(each.epsilon(unit) for each in costs)
+    return min(pure, epsilon_for_delta(delta, [each.message_losses(unit) for each in costs])) if delta else pure
