@@ -118,7 +118,7 @@ class PrivacyLoss:
         if delta == 0.0 or self.pure == math.inf:
             return self.pure
         slack = np.log1p(-1.0 / ORDERS) - (math.log(delta) + np.log(ORDERS)) / (ORDERS - 1.0)
-        return max(0.0, min(self.pure, float(np.min(self.renyi + slack))))
+        return max(0.0, min(float(self.pure), float(np.min(self.renyi + slack))))
 
 
 NO_LOSS = PrivacyLoss(0.0, np.zeros(len(ORDERS)))
