@@ -82,7 +82,9 @@ def test_the_mechanism_that_is_stated_decides_what_a_delta_saves(mechanism: Mech
     single = message_losses(meter, np.ones(100, np.int64))
 
     assert single is not None
-    assert epsilon_for_delta(1e-6, [MessageLosses(mechanism, single, single)]) == pytest.approx(expected, abs=0.05)
+    assert epsilon_for_delta(1e-6, [MessageLosses(mechanism, single, mechanism.sum_renyi(single))]) == pytest.approx(
+        expected, abs=0.05
+    )
     assert f"{expected}" in PAGE.read_text(encoding="utf-8")
 
 

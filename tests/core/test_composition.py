@@ -47,7 +47,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def epsilon_at(delta: float, losses: FloatArray, mechanism: Mechanism) -> float:
     """Epsilon of one learner's messages."""
-    return epsilon_for_delta(delta, [MessageLosses(mechanism, losses, losses)])
+    return epsilon_for_delta(delta, [MessageLosses(mechanism, losses, mechanism.sum_renyi(losses))])
 
 
 def build(name: str) -> Run:

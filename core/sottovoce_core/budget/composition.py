@@ -42,7 +42,7 @@ from sottovoce_core.noise import LATTICE_BITS
 from sottovoce_core.optional import import_optional
 from sottovoce_core.privacy.accountant import Accountant
 from sottovoce_core.privacy.guarantee import Adjacency
-from sottovoce_core.privacy.loss import ORDERS, Mechanism, PrivacyLoss
+from sottovoce_core.privacy.loss import Mechanism, PrivacyLoss
 from sottovoce_core.runs.run import Run
 
 # ---- composition -----------------------------------------------------------------------------------------------------
@@ -54,8 +54,6 @@ _INTERVAL, _MAX_PLD_POINTS = 1e-4, 50_000
 
 The discretisation is pessimistic, and its error falls with the square of the spacing: below 1e-4 at a total of 50.
 """
-_RENYI_CHUNK = 4_096
-"""Number of messages whose Renyi divergences are in memory at once."""
 _TRUNCATED_TAIL_MASS = 1e-15
 """Tail mass that a convolution may move to an infinite loss, which is pessimistic."""
 
@@ -195,18 +193,17 @@ def envelope(losses: Sequence[FloatArray] | FloatArray) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MessageLosses:
-    """Losses of one learner's messages that may be composed: sorted by size, each is at least that of any record.
+    """Losses of one learner's messages, which hold for every single unit.
 
     Attributes:
         mechanism: noise mechanism of the messages.
-        losses: `(rounds,)` pure losses, each valid for any earlier messages.
-        sorted_uses: `(rounds,)` pure losses for Renyi divergences alone. Those of Laplace noise are convex in the loss, so their
-            sum is largest if all uses of a record cost most in the same messages.
+        losses: `(rounds,)` pure losses, each valid for any earlier messages: sorted by size, each is at least that of any unit.
+        renyi: `(orders,)` sums of the Renyi divergences of all messages.
     """
 
     mechanism: Mechanism
     losses: FloatArray
-    sorted_uses: FloatArray
+    renyi: FloatArray
 
 
 def epsilon_for_delta(delta: float, messages: Sequence[MessageLosses]) -> float:
@@ -223,7 +220,7 @@ def epsilon_for_delta(delta: float, messages: Sequence[MessageLosses]) -> float:
     pure = math.fsum(math.fsum(each.losses) for each in messages)
     if not pure or not math.isfinite(pure):
         return pure
-    renyi = np.sum([_sum_renyi(each.sorted_uses, each.mechanism) for each in messages], axis=0)
+    renyi = as_floats(np.sum([each.renyi for each in messages], axis=0))
     composed = _compose(messages, max(_INTERVAL, pure / _MAX_PLD_POINTS))
     return min(PrivacyLoss(pure, renyi).epsilon(delta), float(composed.get_epsilon_for_delta(delta)))
 
@@ -237,15 +234,6 @@ def require_delta(delta: float) -> float:
     if not 0.0 < delta < 1.0:
         raise SpecError(f"delta must be above 0 and below 1, got {delta}; for delta 0 use the pure epsilon")
     return delta
-
-
-def _sum_renyi(losses: FloatArray, mechanism: Mechanism) -> FloatArray:
-    """Sum the Renyi divergences of all messages, equal ones at once."""
-    values, times = np.unique(losses[losses > 0], return_counts=True)
-    total = np.zeros(len(ORDERS))
-    for k in range(0, len(values), _RENYI_CHUNK):
-        total += times[k : k + _RENYI_CHUNK] @ mechanism.compute_renyi(values[k : k + _RENYI_CHUNK])
-    return total
 
 
 def _compose(messages: Sequence[MessageLosses], interval: float) -> Any:

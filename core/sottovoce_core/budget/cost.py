@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce_core.arrays import FloatArray
+from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.budget.composition import (
     MessageLosses,
     RecordGroup,
@@ -22,6 +22,7 @@ from sottovoce_core.budget.composition import (
 )
 from sottovoce_core.data import LearnerData
 from sottovoce_core.privacy.guarantee import Adjacency
+from sottovoce_core.privacy.loss import ORDERS
 from sottovoce_core.runs.run import Run
 
 PrivacyUnit = Literal["record_use", "record"]
@@ -67,19 +68,35 @@ class LearnerCost:
         return worst_case_record_losses(self.records, self.guarantee.round_losses)
 
     def message_losses(self, unit: PrivacyUnit) -> MessageLosses:
-        """Return the losses that may be composed at a delta, which hold for every single unit."""
+        """Return the losses of the messages, pure and as Renyi divergences, which hold for every single unit."""
         mechanism, single = self.guarantee.mechanism, self._single_use
+        renyi = self._single_use_renyi if unit == "record_use" else self._record_renyi
         if single is None:  # a message with the total loss dominates all its parts
-            total = np.array([math.fsum(self.losses(unit))])
-            return MessageLosses(mechanism, total, total)
-        if unit == "record_use" or not self.records:
-            losses = single if unit == "record_use" else np.zeros_like(single)
-            return MessageLosses(mechanism, losses, losses)
-        losses = envelope([each.composable_losses(single) for each in self.records])
-        if not mechanism.n_coordinates:
-            return MessageLosses(mechanism, losses, losses)
-        sorted_uses = [each.n_uses * single if each.losses is None else each.losses for each in self.records]
-        return MessageLosses(mechanism, losses, envelope(sorted_uses))
+            return MessageLosses(mechanism, np.array([math.fsum(self.losses(unit))]), renyi)
+        if unit == "record":
+            composable = [each.composable_losses(single) for each in self.records]
+            single = envelope(composable) if composable else np.zeros_like(single)
+        return MessageLosses(mechanism, single, renyi)
+
+    @cached_property
+    def _single_use_renyi(self) -> FloatArray:
+        return self._run.algorithm.accountant(self._learner).total_renyi(self._counts[: self._end])
+
+    @cached_property
+    def _record_renyi(self) -> FloatArray:
+        """Largest sum `(orders,)` of the Renyi divergences of a record in all of its uses."""
+        return as_floats(np.max([np.zeros(len(ORDERS)), *map(self._sum_renyi, self.records)], axis=0))
+
+    def _sum_renyi(self, group: RecordGroup) -> FloatArray:
+        mechanism, losses = self.guarantee.mechanism, self.guarantee.round_losses
+        if group.losses is not None:
+            return mechanism.sum_renyi(group.losses)
+        if group.n_uses == 1:
+            return self._single_use_renyi
+        if mechanism.n_coordinates and self._single_use is not None:
+            # Convex in the loss: the sum is largest if all uses cost most in the same messages.
+            return mechanism.sum_renyi(group.n_uses * self._single_use)
+        return mechanism.sum_renyi(np.array([group.n_uses * math.fsum(losses)]))
 
     def epsilon(self, unit: PrivacyUnit = "record_use", delta: float = 0.0) -> float:
         """Return epsilon of the worst-case unit, pure or at a delta; 0 for records if there are none.

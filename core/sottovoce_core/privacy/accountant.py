@@ -15,7 +15,10 @@ import numpy as np
 from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, FloatArray, IntArray, as_floats
 from sottovoce_core.errors import SpecError
 from sottovoce_core.privacy.guarantee import Adjacency, Guarantee, GuaranteeBasis
-from sottovoce_core.privacy.loss import PURE, Mechanism
+from sottovoce_core.privacy.loss import ORDERS, PURE, Mechanism
+
+MAX_FOLLOWED_UNITS = 64
+"""Maximum number of units whose Renyi divergences an accountant follows."""
 
 
 class Accountant(ABC):
@@ -54,6 +57,17 @@ class Accountant(ABC):
     def next_loss(self) -> float:
         """Return the privacy loss of the message of the current round, in pure epsilon."""
 
+    def next_renyi(self) -> FloatArray:
+        """Return the Renyi divergences `(orders,)` of the message of the current round, at `privacy.loss.ORDERS`.
+
+        Call it in every round from the first on, or never. Like the losses, their sum after any round is at least the cost of
+        every single unit up to then. The default takes the pure loss if that may be an increment of a maximum over records.
+        """
+        loss = self.next_loss()
+        if self.has_dominating_losses:
+            return as_floats(self.mechanism.compute_renyi(np.array([loss]))[0])
+        return as_floats(np.full(len(ORDERS), loss))
+
     @abstractmethod
     def advance(self, records: int, n_replaced: int | None = None) -> None:
         """End the round.
@@ -83,6 +97,16 @@ class Accountant(ABC):
             losses[t] = self.next_loss()
             self.advance(records, changed)
         return losses
+
+    def total_renyi(self, counts: IntArray) -> FloatArray:
+        """Return the sum `(orders,)` of the Renyi divergences from here on if the rounds have `counts (rounds,)` records."""
+        if self.has_dominating_losses:
+            return self.mechanism.sum_renyi(self.losses(counts))
+        advanced, total = copy.deepcopy(self), np.zeros(len(ORDERS))
+        for records in counts.tolist():
+            total += advanced.next_renyi()
+            advanced.advance(records)
+        return total
 
     def losses(self, counts: IntArray) -> FloatArray:
         """Return the `(rounds,)` losses charged from here on if the rounds have `counts (rounds,)` records."""
@@ -125,6 +149,57 @@ class FirstRecordAccountant(Accountant):
         require_replaced_count(records, n_replaced)
         self._seen += records
         return n_replaced
+
+
+class RenyiFrontier:
+    """Units that may cost most at some Renyi order: the difference that each leaves in the next message, and its total cost.
+
+    A unit with a smaller difference and a smaller total at every order than another one never becomes the worst, because the cost
+    of a message and the next difference are nondecreasing in the difference. Above `MAX_FOLLOWED_UNITS` units, the two with the
+    smallest differences are followed as one with the larger of each number: an upper bound.
+
+    Attributes:
+        distances: `(units,)` differences, from the largest to the smallest.
+    """
+
+    def __init__(self) -> None:
+        self.distances = np.zeros(1)  # of no unit yet
+        self._totals = np.zeros((1, len(ORDERS)))
+        self._costs = self._totals
+
+    @classmethod
+    def start(cls, t: int) -> RenyiFrontier:
+        """Return the frontier before round 0.
+
+        Raises:
+            SpecError: t is another round: earlier messages would not be counted.
+        """
+        if t:
+            raise SpecError(f"Renyi divergences must be requested from round 0 on, got round {t} first")
+        return cls()
+
+    def price(self, costs: FloatArray) -> FloatArray:
+        """Return the rise `(orders,)` of the largest total if the message costs the units `costs (units, orders)`."""
+        self._costs = costs
+        before = self._totals.max(axis=0)
+        with np.errstate(invalid="ignore"):  # infinite totals
+            rise = (self._totals + costs).max(axis=0) - before
+        return as_floats(np.where(np.isinf(before), np.inf, rise))
+
+    def advance(self, distances: FloatArray, newest: float | None) -> None:
+        """Charge the priced message, and set the differences `(units,)` after the round; a new unit may begin with `newest`."""
+        totals = self._totals + self._costs
+        if newest is not None:
+            distances, totals = np.append(distances, newest), np.vstack([totals, np.zeros(len(ORDERS))])
+        order = np.argsort(-distances, kind="stable")
+        distances, totals = distances[order], totals[order]
+        largest = np.maximum.accumulate(totals)
+        keep = np.append(True, (totals[1:] > largest[:-1]).any(axis=1))
+        distances, totals = distances[keep], totals[keep]
+        if len(distances) > MAX_FOLLOWED_UNITS:
+            totals = np.vstack([totals[:-2], np.maximum(totals[-2], totals[-1])])
+            distances = distances[:-1]
+        self.distances, self._totals = distances, totals
 
 
 class PrecomputedAccountant(Accountant):

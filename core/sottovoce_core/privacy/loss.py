@@ -37,6 +37,8 @@ ORDERS.flags.writeable = False
 _GROWING, _FALLING = ORDERS / (2.0 * ORDERS - 1.0), (ORDERS - 1.0) / (2.0 * ORDERS - 1.0)
 _LOG_GROWING = np.log(_GROWING)
 """Weights of both exponentials of g."""
+_CHUNK = 4_096
+"""Number of messages whose Renyi divergences are in memory at once."""
 _SMALL_SHIFT = 1e-6
 """Shift in noise scales below which a coordinate costs `alpha x^2 / 2`, an upper bound whose relative error is below 1e-6."""
 _SMALL_RESPONSE = 1e-4
@@ -83,6 +85,14 @@ class Mechanism:
             return as_floats(np.minimum(losses, _compute_response_renyi(losses)))
         shifts = np.where(losses > 0.0, losses / self.n_coordinates + _LATTICE_SHIFT, 0.0)
         return as_floats(np.minimum(losses, self.n_coordinates * _compute_coordinate_renyi(shifts)))
+
+    def sum_renyi(self, epsilons: FloatArray) -> FloatArray:
+        """Bound the sum `(orders,)` of the Renyi divergences of messages of pure losses `epsilons (messages,)`."""
+        values, times = np.unique(epsilons[epsilons > 0], return_counts=True)
+        total = np.zeros(len(ORDERS))
+        for k in range(0, len(values), _CHUNK):
+            total += times[k : k + _CHUNK] @ self.compute_renyi(values[k : k + _CHUNK])
+        return total
 
 
 PURE = Mechanism(0)

@@ -35,7 +35,7 @@ from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.noise import LATTICE_BITS
 from sottovoce_core.noise.mechanisms import laplace_loss
-from sottovoce_core.privacy.accountant import Accountant, require_replaced_count
+from sottovoce_core.privacy.accountant import Accountant, RenyiFrontier, require_replaced_count
 from sottovoce_core.privacy.guarantee import Adjacency, Constant, GuaranteeBasis
 from sottovoce_core.privacy.loss import Mechanism
 
@@ -114,6 +114,7 @@ class DualAveragingAccountant(Accountant):
         self.has_dominating_losses = not sensitivity.has_growing_lipschitz
         self._t, self._seen = 0, 0
         self._followed = [(0.0, 0.0)]  # of no round yet
+        self._renyi: RenyiFrontier | None = None
         proof = "Cheng, Liao & Li 2023, Theorem 2, corrected: conditional on the past; sottovoce_core.algorithms.dual_averaging"
         self.basis = GuaranteeBasis(mode, proof, _constants(sensitivity))
 
@@ -131,6 +132,14 @@ class DualAveragingAccountant(Accountant):
             return math.inf
         return max(total + self._cost(difference) for difference, total in self._followed) - spent
 
+    def next_renyi(self) -> FloatArray:
+        if self.has_dominating_losses:
+            return super().next_renyi()
+        if self._renyi is None:
+            self._renyi = RenyiFrontier.start(self._t)
+        losses = np.array([self._cost(difference) for difference in self._renyi.distances.tolist()])
+        return self._renyi.price(self.mechanism.compute_renyi(losses))
+
     def advance(self, records: int, n_replaced: int | None = None) -> None:
         """End the round; its loss is replaced if `n_replaced` is above 0."""
         sensitivity, t = self._sensitivity, self._t
@@ -141,8 +150,13 @@ class DualAveragingAccountant(Accountant):
             (sensitivity.next_difference(t, difference, bool(n_replaced)), total + self._cost(difference))
             for difference, total in self._followed
         ]
-        if starts:
-            self._followed = _frontier([*self._followed, (sensitivity.next_difference(t, 0.0, True), 0.0)])
+        newest = sensitivity.next_difference(t, 0.0, True) if starts else None
+        if newest is not None:
+            self._followed = _frontier([*self._followed, (newest, 0.0)])
+        if self._renyi is not None:
+            followed = self._renyi.distances.tolist()
+            moved = [sensitivity.next_difference(t, difference, bool(n_replaced)) for difference in followed]
+            self._renyi.advance(np.array(moved), newest)
         self._seen += records
         self._t += 1
 

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.arrays import FloatArray, IntArray, as_floats
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import LATTICE_BITS
 from sottovoce_core.noise.mechanisms import laplace_loss
 from sottovoce_core.privacy.accountant import Accountant, require_replaced_count
 from sottovoce_core.privacy.guarantee import GuaranteeBasis
-from sottovoce_core.privacy.loss import PURE, Mechanism
+from sottovoce_core.privacy.loss import ORDERS, PURE, Mechanism
 
 # ---- tree ------------------------------------------------------------------------------------------------------------
 
@@ -168,9 +168,19 @@ class TreeAccountant(Accountant):
         self._nodes = _Nodes(blocks.leaves)
         self._round = 0
         self._share = self._due = 0.0
+        self._due_message: float | None = None
+        self._renyi_spent = np.zeros(len(ORDERS))
 
     def next_loss(self) -> float:
         return self._due
+
+    def next_renyi(self) -> FloatArray:
+        """Return the rise of the largest total of any leaf, or for a followed change the divergences of its nodes."""
+        if self._due_message is not None:
+            return as_floats(self.mechanism.compute_renyi(np.array([self._due_message]))[0])
+        total = self._nodes.compute_worst_renyi(self.mechanism)
+        rise, self._renyi_spent = total - self._renyi_spent, total
+        return as_floats(rise)
 
     def advance(self, records: int, n_replaced: int | None = None) -> None:
         require_replaced_count(records, n_replaced or 0)
@@ -184,6 +194,7 @@ class TreeAccountant(Accountant):
                 cost = self._cost(self._share)
                 self._due = self._nodes.charge_worst(cost) if n_replaced is None else self._nodes.charge_change(cost)
             self._share = 0.0
+        self._due_message = None if n_replaced is None else self._due
 
     def losses(self, counts: IntArray) -> FloatArray:
         """Return the losses, computed leaf by leaf: runs are long, and most of their messages cost nothing."""
@@ -210,17 +221,26 @@ class _Nodes:
     def __init__(self, leaves: int) -> None:
         self._costs, self._spent = np.zeros(leaves), np.zeros(leaves)
         self._leaf, self._worst = 0, 0.0
+        self._counts = np.zeros(leaves, np.int64)
+        self._worst_by_count = np.zeros(levels(leaves) + 1)
 
     def charge_worst(self, cost: float) -> float:
         """Add a leaf whose worst-case record costs `cost` a node, and return the rise of the largest total of any leaf."""
         covered = self._add_leaf(cost)
         self._spent[covered] += self._costs[covered]
+        self._counts[covered] += 1
+        np.maximum.at(self._worst_by_count, self._counts[covered], self._costs[covered])
         before, self._worst = self._worst, max(self._worst, float(self._spent[covered].max()))
         return self._worst - before if before < math.inf else math.inf
 
     def charge_change(self, cost: float) -> float:
         """Add a leaf in which the change costs `cost` a node, and return the loss of its node for all leaves below it."""
         return float(self._costs[self._add_leaf(cost)].sum())
+
+    def compute_worst_renyi(self, mechanism: Mechanism) -> FloatArray:
+        """Return the largest total `(orders,)` of the Renyi divergences of any leaf: all nodes above a leaf cost the same."""
+        counts = np.arange(len(self._worst_by_count), dtype=np.float64)[:, None]
+        return as_floats((counts * mechanism.compute_renyi(self._worst_by_count)).max(axis=0))
 
     def _add_leaf(self, cost: float) -> slice:
         """Add a leaf and return the leaves below its node."""

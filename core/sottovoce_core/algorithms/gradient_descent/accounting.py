@@ -33,7 +33,7 @@ import numpy as np
 
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.noise import lattice_spacing
-from sottovoce_core.privacy.accountant import Accountant, require_replaced_count
+from sottovoce_core.privacy.accountant import Accountant, RenyiFrontier, require_replaced_count
 from sottovoce_core.privacy.guarantee import Adjacency, GuaranteeBasis, Regularity
 from sottovoce_core.privacy.loss import Mechanism
 
@@ -101,6 +101,7 @@ class DescentAccountant(Accountant):
         self._t = 0
         self._distances = np.zeros(1)  # of no record yet
         self._totals = np.zeros(1)
+        self._renyi: RenyiFrontier | None = None
 
     def next_loss(self) -> float:
         spent = float(self._totals.max())
@@ -110,10 +111,16 @@ class DescentAccountant(Accountant):
             else float((self._totals + self._losses(self._t, self._distances)).max()) - spent
         )
 
+    def next_renyi(self) -> FloatArray:
+        if self._renyi is None:
+            self._renyi = RenyiFrontier.start(self._t)
+        return self._renyi.price(self.mechanism.compute_renyi(self._losses(self._t, self._renyi.distances)))
+
     def advance(self, records: int, n_replaced: int | None = None) -> None:
         totals = self._totals + self._losses(self._t, self._distances)
         if self.adjacency is Adjacency.LEARNER and n_replaced is None:
             n_replaced = records
+        share, newest = 0.0, None
         if n_replaced is None:
             distances = self._step(self._t, self._distances, 0.0)
             if records:
@@ -122,7 +129,12 @@ class DescentAccountant(Accountant):
             distances, totals = _frontier(distances, totals)
         else:
             require_replaced_count(records, n_replaced)
-            distances = self._step(self._t, self._distances, n_replaced / records if n_replaced else 0.0)
+            share = n_replaced / records if n_replaced else 0.0
+            distances = self._step(self._t, self._distances, share)
+        if self._renyi is not None:
+            self._renyi.advance(
+                self._step(self._t, self._renyi.distances, share), None if newest is None else float(newest[0])
+            )
         self._distances, self._totals = distances, totals
         self._t += 1
 
