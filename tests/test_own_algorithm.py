@@ -82,9 +82,8 @@ def test_the_mechanism_that_is_stated_decides_what_a_delta_saves(mechanism: Mech
     single = message_losses(meter, np.ones(100, np.int64))
 
     assert single is not None
-    assert epsilon_for_delta(1e-6, [MessageLosses(mechanism, single, mechanism.sum_renyi(single))]) == pytest.approx(
-        expected, abs=0.05
-    )
+    messages = [MessageLosses(mechanism, single, mechanism.sum_renyi(single))]
+    assert epsilon_for_delta(1e-6, messages) == pytest.approx(expected, abs=0.05)
     assert f"{expected}" in PAGE.read_text(encoding="utf-8")
 
 
