@@ -18,10 +18,11 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from sottovoce_core.algorithms.run_context import RunWarning
 from sottovoce_core.budget.composition import check_lattice
+from sottovoce_core.budget.cost import LearnerCost, combine_costs
 from sottovoce_core.data import LearnerData, PlacedData, load_dataset
 from sottovoce_core.data.catalogue import get_data_folders
 from sottovoce_core.errors import SpecError
-from sottovoce_core.privacy.guarantee import Guarantee, combine_epsilons
+from sottovoce_core.privacy.guarantee import Guarantee
 from sottovoce_core.runs.placement import create_empty_live_data, estimate_live_data, place_data
 from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.runs.run_warnings import find_budget_warnings, find_data_warnings
@@ -273,19 +274,29 @@ class Experiment(RunSpec):
         ((10,), 'wire')
         >>> promise.epsilon(5) < promise.epsilon()
         True
+        >>> promise.epsilon(delta=1e-6) < promise.epsilon()
+        True
         """
         i = self.index(learner)
-        return self.run.guarantee(i, np.diff(self.records.learners[i].offsets))
+        counts, end = np.diff(self.records.learners[i].offsets), self.run.participation(i).end
+        renyi = self.run.algorithm.accountant(i).total_renyi(counts[:end])
+        return replace(self.run.guarantee(i, counts), renyi=renyi)
 
     def find_worst_case_learner(self) -> int:
         """Return the index of the learner with the largest epsilon over the whole run."""
         return self.prepared_run.find_worst_case_learner()
 
-    def epsilon(self) -> float:
-        """Return the largest epsilon of a learner over the whole run; with shared records the sum over all learners."""
-        promises = [self.guarantee(i) for i in range(self.n_learners)]
-        return combine_epsilons(
-            (each.epsilon() for each in promises), has_shared_records=promises[0].has_shared_records
+    def epsilon(self, *, delta: float = 0.0) -> float:
+        """Return the largest epsilon of a learner over the whole run; with shared records that of all learners together.
+
+        Args:
+            delta: epsilon at this delta; 0: pure epsilon.
+
+        Raises:
+            SpecError: delta is not at least 0 and below 1, or dp-accounting is missing.
+        """
+        return combine_costs(
+            [LearnerCost(self.run, i, own) for i, own in enumerate(self.records.learners)], delta=delta
         )
 
 

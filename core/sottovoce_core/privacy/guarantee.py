@@ -13,7 +13,7 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.decision_sets import DecisionSet
 from sottovoce_core.errors import SpecError
 from sottovoce_core.losses import Loss
-from sottovoce_core.privacy.loss import Mechanism
+from sottovoce_core.privacy.loss import Mechanism, PrivacyLoss
 
 # ---- guarantee -------------------------------------------------------------------------------------------------------
 
@@ -84,6 +84,7 @@ class Guarantee:
         basis: assumptions and proof of the numbers.
         output_epsilon: `(rounds,)` cumulative epsilon against an adversary that sees all published decisions and no message,
             if that is a guarantee of its own; else None. It is never charged, because the messages are observed.
+        renyi: `(orders,)` Renyi divergences of all planned messages together, for epsilon at a delta; None: not computed.
     """
 
     mechanism: Mechanism
@@ -95,6 +96,7 @@ class Guarantee:
     infinite_horizon_epsilon: float
     basis: GuaranteeBasis
     output_epsilon: FloatArray | None = None
+    renyi: FloatArray | None = None
 
     @property
     def adjacency_description(self) -> str:
@@ -130,11 +132,26 @@ class Guarantee:
             if self.output_epsilon is None
             else np.where(silent, self.output_epsilon[max(end - 1, 0)], self.output_epsilon),
         )
-        return replace(truncated, infinite_horizon_epsilon=truncated.epsilon())
+        return replace(truncated, infinite_horizon_epsilon=truncated.epsilon(), renyi=None)
 
-    def epsilon(self, rounds: int | None = None) -> float:
-        """Return the cumulative epsilon of the first `rounds` messages (default: all planned ones), summed exactly."""
-        return math.fsum(self.round_losses[:rounds])
+    def epsilon(self, rounds: int | None = None, *, delta: float = 0.0) -> float:
+        """Return the cumulative epsilon of the first `rounds` messages (default: all planned ones), summed exactly.
+
+        Args:
+            rounds: number of messages.
+            delta: epsilon at this delta, of all planned messages; 0: pure epsilon.
+
+        Raises:
+            SpecError: delta is not at least 0 and below 1, or is given with `rounds`; or this guarantee has no Renyi divergences.
+        """
+        pure = math.fsum(self.round_losses[:rounds])
+        if not delta:
+            return pure
+        if rounds is not None or self.renyi is None:
+            raise SpecError(
+                "epsilon at a delta is that of all planned messages, of a guarantee by Experiment.guarantee"
+            )
+        return PrivacyLoss(pure, self.renyi).epsilon(delta)
 
 
 def combine_epsilons(epsilons: Iterable[float], *, has_shared_records: bool) -> float:
@@ -150,12 +167,14 @@ def compose_guarantees(guarantees: Sequence[Guarantee]) -> Guarantee:
     if len(guarantees) == 1:
         return guarantees[0]
     outputs = [one.output_epsilon for one in guarantees if one.output_epsilon is not None]
+    renyi = [one.renyi for one in guarantees if one.renyi is not None]
     return replace(
         guarantees[0],
         round_losses=np.sum([one.round_losses for one in guarantees], axis=0),
         paper_epsilon=np.max([one.paper_epsilon for one in guarantees], axis=0),
         infinite_horizon_epsilon=sum(one.infinite_horizon_epsilon for one in guarantees),
         output_epsilon=np.sum(outputs, axis=0) if outputs else None,
+        renyi=np.sum(renyi, axis=0) if len(renyi) == len(guarantees) else None,
     )
 
 
