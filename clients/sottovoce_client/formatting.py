@@ -20,6 +20,11 @@ NO_TEST_RECORDS_NOTE = (
 )
 
 
+def format_epsilon(epsilon: float, delta: float) -> str:
+    """Format an epsilon with the delta at which it holds, if it is not pure."""
+    return format_number(epsilon) + (f" at delta {delta:g}" if delta else "")
+
+
 def format_number(value: float | None, digits: int = 4) -> str:
     """Round to significant digits, with separators for thousands; powers of ten only for very small or large numbers."""
     if value is None or math.isnan(value):

@@ -93,6 +93,8 @@ class PrivacySpec(Section):
 
     budget: Positive | tuple[Positive, ...] | None = None
     """Epsilon at which a learner stops sending (None: it counts, and never stops)."""
+    delta: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Delta at which the budget holds, and at which epsilon is stated; 0: pure epsilon."""
 
 
 class ClockSpec(Section):

@@ -6,6 +6,7 @@ no metrics.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -125,14 +126,9 @@ def _collect_traffic(
 
 
 def _collect_spending(name: str, privacy_filter: PrivacyFilter) -> Iterator[MetricSample]:
-    allowance = privacy_filter.allowance
-    for scope, spent_before, limit in (
-        ("run", 0.0, privacy_filter.budget),
-        ("month", allowance.other_runs_month_epsilon, allowance.max_epsilon_per_month),
-        ("all", allowance.other_runs_epsilon, allowance.max_epsilon_in_all_runs),
-    ):
-        spent = spent_before + privacy_filter.epsilon_spent
-        yield _SPENT.sample(spent, name, scope)
-        if limit is not None:
-            yield _LIMIT.sample(limit, name, scope)
-            yield _LEFT.sample(max(limit - spent, 0.0), name, scope)
+    for scope in privacy_filter.scopes:
+        spent = privacy_filter.measure(scope)
+        yield _SPENT.sample(spent, name, scope.name)
+        if scope.limit is not None and scope.limit.epsilon < math.inf:
+            yield _LIMIT.sample(scope.limit.epsilon, name, scope.name)
+            yield _LEFT.sample(max(scope.limit.epsilon - spent, 0.0), name, scope.name)

@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass
 
 from sottovoce_core.errors import BudgetExhausted
 from sottovoce_core.privacy.accountant import Accountant
+from sottovoce_core.privacy.loss import NO_LOSS, EpsilonLimit, PrivacyLoss
 from sottovoce_core.runs.policy import DAYS_PER_MONTH
 from sottovoce_core.runs.run import format_above
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """Limits set by the learner's owner, and what other runs have spent of them.
+    """Limits set by the learner's owner, and the losses of other runs that count against them.
 
     Attributes:
-        max_epsilon_per_run: maximum epsilon of one run; None: no limit, here and below.
-        max_epsilon_per_month: maximum epsilon of all runs of a month together.
-        max_epsilon_in_all_runs: maximum epsilon of all runs together.
-        other_runs_month_epsilon: epsilon spent in other runs of the last month.
-        other_runs_epsilon: epsilon spent in all other runs.
+        per_run: maximum of one run; None: no limit, here and below.
+        per_month: maximum of all runs of a month together.
+        in_all_runs: maximum of all runs together.
+        other_runs_month_loss: loss of other runs of the last month.
+        other_runs_loss: loss of all other runs.
     """
 
-    max_epsilon_per_run: float | None = None
-    max_epsilon_per_month: float | None = None
-    max_epsilon_in_all_runs: float | None = None
-    other_runs_month_epsilon: float = 0.0
-    other_runs_epsilon: float = 0.0
+    per_run: EpsilonLimit | None = None
+    per_month: EpsilonLimit | None = None
+    in_all_runs: EpsilonLimit | None = None
+    other_runs_month_loss: PrivacyLoss = NO_LOSS
+    other_runs_loss: PrivacyLoss = NO_LOSS
+
+
+@dataclass(frozen=True, slots=True)
+class SpendingScope:
+    """Runs whose losses count against a limit.
+
+    Attributes:
+        name: run, month or all.
+        limit: the limit; None: there is none.
+        other_loss: loss of other runs in this scope.
+        subject, limit_text: parts of the sentence that refuses a message.
+    """
+
+    name: str
+    limit: EpsilonLimit | None
+    other_loss: PrivacyLoss
+    subject: str
+    limit_text: str
 
 
 _NO_LIMITS = Allowance()
@@ -38,58 +58,80 @@ class PrivacyFilter:
 
     Args:
         accountant: accountant of the algorithm.
-        budget: maximum epsilon of this run by its spec; None: no limit.
+        budget: limit of this run by its spec; None: no limit.
         allowance: limits of the learner's owner.
     """
 
-    def __init__(self, accountant: Accountant, budget: float | None, allowance: Allowance = _NO_LIMITS) -> None:
-        self._accountant, self.allowance = accountant, allowance
-        allowed = "what this learner's owner allows"
-        self._limits = (
-            ("spent epsilon", 0.0, budget, "the budget of"),
-            ("epsilon spent in this run", 0.0, allowance.max_epsilon_per_run, f"{allowed} in one,"),
-            (
-                f"epsilon spent in {DAYS_PER_MONTH} days",
-                allowance.other_runs_month_epsilon,
-                allowance.max_epsilon_per_month,
-                f"{allowed} in that time,",
-            ),
-            (
-                "epsilon spent in all runs",
-                allowance.other_runs_epsilon,
-                allowance.max_epsilon_in_all_runs,
-                f"{allowed},",
-            ),
+    def __init__(self, accountant: Accountant, budget: EpsilonLimit | None, allowance: Allowance = _NO_LIMITS) -> None:
+        self._accountant, self._loss, self._next_renyi = accountant, NO_LOSS, NO_LOSS.renyi
+        allowed, own = "what this learner's owner allows", allowance
+        time = f"epsilon spent in {DAYS_PER_MONTH} days"
+        self._by_owner = (
+            SpendingScope("run", own.per_run, NO_LOSS, "epsilon spent in this run", f"{allowed} in one,"),
+            SpendingScope("month", own.per_month, own.other_runs_month_loss, time, f"{allowed} in that time,"),
+            SpendingScope("all", own.in_all_runs, own.other_runs_loss, "epsilon spent in all runs", f"{allowed},"),
         )
-        self.budget = min((each for each in (budget, allowance.max_epsilon_per_run) if each is not None), default=None)
-        """Maximum epsilon of this run, independent of other runs; None: no limit."""
-        self.epsilon_spent = 0.0
+        self._scopes = (SpendingScope("run", budget, NO_LOSS, "spent epsilon", "the budget of"), *self._by_owner)
+        self.budget = _choose_stricter(budget, own.per_run)
+        """Limit of this run, independent of other runs; None: no limit."""
+        self._has_delta = any(each.limit is not None and each.limit.delta for each in self._scopes)
         self.record_counts = array("I")
         """Number of records of each completed round: all that the accountant has received."""
 
+    @property
+    def epsilon_spent(self) -> float:
+        """Pure epsilon of all messages."""
+        return self._loss.pure
+
+    @property
+    def scopes(self) -> tuple[SpendingScope, ...]:
+        """The run with its stricter limit, the month, and all runs."""
+        run, *others = self._by_owner
+        return (SpendingScope(run.name, self.budget, run.other_loss, run.subject, run.limit_text), *others)
+
+    def measure(self, scope: SpendingScope) -> float:
+        """Return the epsilon spent in a scope, at the delta of its limit; pure without a limit."""
+        loss = scope.other_loss + self._loss
+        return loss.pure if scope.limit is None else scope.limit.measure(loss)
+
     def admit_round(self, t: int) -> float:
-        """Return the epsilon spent once the message of round t is sent.
+        """Return the pure epsilon spent once the message of round t is sent.
 
         Raises:
-            BudgetExhausted: it would exceed the budget, or cannot be computed.
+            BudgetExhausted: it would exceed a limit, or cannot be computed.
         """
         loss = self._accountant.next_loss()
         if not loss >= 0.0:  # in this form, as below, not-a-number is refused, too
             raise BudgetExhausted(f"the privacy loss of round {t} must be at least 0, got {loss}: no message is sent")
-        total = self.epsilon_spent + loss
-        for subject, spent_elsewhere, limit, limit_text in self._limits:
-            if limit is not None and not spent_elsewhere + total <= limit:
-                raise BudgetExhausted(
-                    f"sending round {t} would bring the {subject} from {spent_elsewhere + self.epsilon_spent:.6g} to "
-                    f"{format_above(spent_elsewhere + total, limit)}, above {limit_text} {limit:.6g}"
-                )
-        return total
+        if self._has_delta:
+            self._next_renyi = self._accountant.next_renyi()
+        total = PrivacyLoss(self._loss.pure + loss, self._loss.renyi + self._next_renyi)
+        for scope in self._scopes:
+            if scope.limit is not None and scope.limit.epsilon < math.inf:
+                self._require_within(scope, scope.limit, total, t)
+        return total.pure
+
+    def _require_within(self, scope: SpendingScope, limit: EpsilonLimit, total: PrivacyLoss, t: int) -> None:
+        after = limit.measure(scope.other_loss + total)
+        if not after <= limit.epsilon:
+            at_delta = f" (at delta {limit.delta:g})" if limit.delta else ""
+            raise BudgetExhausted(
+                f"sending round {t} would bring the {scope.subject} from {self.measure(scope):.6g} to "
+                f"{format_above(after, limit.epsilon)}{at_delta}, above {scope.limit_text} {limit.epsilon:.6g}"
+            )
 
     def charge(self, total: float) -> None:
-        """Set the epsilon spent to what the log already holds."""
-        self.epsilon_spent = total
+        """Charge the admitted message: set the pure epsilon spent to what the log already holds."""
+        self._loss = PrivacyLoss(total, self._loss.renyi + self._next_renyi)
 
     def advance(self, records: int) -> None:
         """Complete a round with this number of records."""
         self._accountant.advance(records)
         self.record_counts.append(records)
+
+
+def _choose_stricter(budget: EpsilonLimit | None, own: EpsilonLimit | None) -> EpsilonLimit | None:
+    """Return the smaller of two limits at one delta; at different deltas the budget of the spec."""
+    if budget is None or own is None:
+        return budget or own
+    return min(budget, own, key=lambda limit: limit.epsilon) if budget.delta == own.delta else budget

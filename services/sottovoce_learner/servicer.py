@@ -197,6 +197,7 @@ class LearnerServicer:
             return learner_pb2.GetLedgerResponse(
                 entries=[learner_pb2.LedgerEntry(algorithm=entry.algorithm, **asdict(entry)) for entry in entries],
                 owner_budget=self._config.own_budget,
+                owner_delta=self._config.policy.delta,
             )
 
     async def get_status(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from sottovoce_learner.assignment import RunAssignment
 from sottovoce_learner.ingest.group_commit import RecordIngestor
 from sottovoce_learner.peers.inbox import MessageReceiver
 from sottovoce_learner.peers.outbox import Outbox
+from sottovoce_learner.privacy_filter import PrivacyFilter
 from sottovoce_learner.progress import DISK_RETRY_INTERVAL_S, DiskFullWait, LeaseTracker, Lifecycle, WaitTracker
 from sottovoce_learner.state_machine import LearnerStateMachine, NoiseRecorder
 from sottovoce_learner.storage.run_log import RunLog, SnapshotWriter
@@ -108,9 +110,7 @@ class Session:
             messages_sent=state_machine.messages_sent,
             bytes_sent=state_machine.messages_sent * self.codec.message_bytes,
             epsilon_spent=privacy_filter.epsilon_spent,
-            epsilon_budget=privacy_filter.budget,
-            epsilon_other_runs=privacy_filter.allowance.other_runs_epsilon,
-            epsilon_owner_budget=privacy_filter.allowance.max_epsilon_in_all_runs,
+            **_describe_spending(privacy_filter),
             noise_is_not_private=not self._is_noise_private,
             prequential_accuracy=state_machine.records_correct / state_machine.records_judged
             if state_machine.records_judged
@@ -363,3 +363,17 @@ class Session:
     def _close_log(self) -> None:
         self.ingestor.receipts.commit_now()
         self._log.close()
+
+
+def _describe_spending(privacy_filter: PrivacyFilter) -> dict[str, Any]:
+    """Return the fields of a status about limits, and what counts against them."""
+    (run, _, all_runs), limit = privacy_filter.scopes, privacy_filter.budget
+    owner_limit, other_runs = all_runs.limit, all_runs.other_loss
+    return {
+        "epsilon_charged": privacy_filter.measure(run),
+        "delta": 0.0 if limit is None else limit.delta,
+        "epsilon_budget": None if limit is None or limit.epsilon == math.inf else limit.epsilon,
+        "epsilon_other_runs": other_runs.pure if owner_limit is None else owner_limit.measure(other_runs),
+        "epsilon_owner_budget": None if owner_limit is None else owner_limit.epsilon,
+        "owner_delta": 0.0 if owner_limit is None else owner_limit.delta,
+    }

@@ -10,7 +10,9 @@ from pathlib import Path
 from sottovoce_core.algorithms.interface import StateAxes
 from sottovoce_core.errors import FailedPrecondition, SpecError
 from sottovoce_core.noise import NoiseSource
+from sottovoce_core.privacy.loss import EpsilonLimit
 from sottovoce_core.runs.policy import DAYS_PER_MONTH, Policy
+from sottovoce_core.runs.run import Run
 from sottovoce_learner.assignment import CachedRun, RunAssignment
 from sottovoce_learner.config import compute_max_message_bytes
 from sottovoce_learner.ingest.record_queue import RecordQueue
@@ -80,8 +82,8 @@ def open_session(
     buffer_rounds, retained_rounds = schedule.compute_buffer_rounds(
         min(spec.clock.window, spec.rounds), allows_late=run.has_bounded_staleness
     )
-    allowance, run_log = _open_log(role, state_folder, policy, own_budget, length, keep_log=keep_log)
-    privacy_filter = PrivacyFilter(run.algorithm.accountant(index), role.budget, allowance)
+    allowance, run_log = _open_log(role, run, state_folder, policy, own_budget, length, keep_log=keep_log)
+    privacy_filter = PrivacyFilter(run.algorithm.accountant(index), run.budget(index), allowance)
     state_machine = LearnerStateMachine(
         run, schedule, participation, privacy_filter, record_queue, start, retained_rounds
     )
@@ -115,6 +117,7 @@ def open_session(
 
 def _open_log(
     role: RunAssignment,
+    run: Run,
     state_folder: Path,
     policy: Policy,
     own_budget: float | None,
@@ -124,18 +127,24 @@ def _open_log(
 ) -> tuple[Allowance, RunLog]:
     """Return the owner's limits with what other runs have spent, and the log of this run."""
     spec, store = role.spec, LearnerStore(state_folder, role.name, keep_log=keep_log)
-    log_options = LogOptions(spec.durability, message_size, spec.clock.window, spec.rounds, role.budget)
-    other_runs_epsilon = store.stored_state.sum_epsilon(excluded_run_id=role.run_id)
-    month_epsilon = store.stored_state.sum_epsilon_since(
-        datetime.now(UTC) - timedelta(days=DAYS_PER_MONTH), role.run_id
-    )
+    pure_budget = None if spec.privacy.delta else role.budget
+    log_options = LogOptions(spec.durability, message_size, spec.clock.window, spec.rounds, pure_budget)
     entry = LedgerEntry(role.name, role.run_id, role.index, role.n_features, spec.model_dump_json())
     try:
-        run_log = store.open_run(entry, log_options, other_runs_epsilon)
+        run_log = store.open_run(entry, log_options)
     except OSError as error:
         raise FailedPrecondition(f"the log of the run cannot be written: {error.strerror}") from None
+
+    def limit_over_runs(epsilon: float | None) -> EpsilonLimit | None:
+        return None if epsilon is None else EpsilonLimit.choose(epsilon, policy.delta)
+
+    month = datetime.now(UTC) - timedelta(days=DAYS_PER_MONTH)
     return Allowance(
-        policy.epsilon_per_run, policy.epsilon_per_month, own_budget, month_epsilon, other_runs_epsilon
+        run.plan_limit(role.index, policy.epsilon_per_run, policy.delta),
+        limit_over_runs(policy.epsilon_per_month),
+        limit_over_runs(own_budget),
+        store.stored_state.sum_losses(month, excluded_run_id=role.run_id),
+        store.stored_state.sum_losses(excluded_run_id=role.run_id),
     ), run_log
 
 

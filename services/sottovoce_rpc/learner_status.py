@@ -45,8 +45,10 @@ class LearnerStatus:
         rounds_committed: messages written to the WAL, and so charged: `rounds_done` or one more.
         rounds_with_data: rounds for which records have arrived.
         messages_sent, bytes_sent: counted once per neighbour.
-        epsilon_spent, epsilon_budget: in this run; budget None: no limit.
-        epsilon_other_runs, epsilon_owner_budget: spent in other runs, and the owner's limit over all runs.
+        epsilon_spent: pure epsilon of this run.
+        epsilon_charged, epsilon_budget: epsilon of this run at `delta`, and its limit; None: no limit.
+        epsilon_other_runs, epsilon_owner_budget: epsilon of other runs at `owner_delta`, and the owner's limit over all runs.
+        delta, owner_delta: 0: pure epsilon.
         noise_is_not_private: the noise does not come from the operating system's generator.
         violation_count: messages on the channels of neighbours that broke a rule; they changed nothing.
         records, records_waiting: records taken in, and those of them that wait for their round.
@@ -63,9 +65,12 @@ class LearnerStatus:
     messages_sent: int = 0
     bytes_sent: int = 0
     epsilon_spent: float = 0.0
+    epsilon_charged: float = 0.0
     epsilon_budget: float | None = None
     epsilon_other_runs: float = 0.0
     epsilon_owner_budget: float | None = None
+    delta: float = 0.0
+    owner_delta: float = 0.0
     noise_is_not_private: bool = False
     prequential_accuracy: float | None = None
     violation_count: int = 0
@@ -74,9 +79,12 @@ class LearnerStatus:
 
     @property
     def epsilon_limit(self) -> float | None:
-        """Epsilon at which the learner stops in this run: the smaller of the run's budget and what the owner has left."""
+        """Epsilon at `delta` at which the learner stops in this run: the smaller of the run's budget and what the owner has left.
+
+        What the owner has left is not counted if it holds at another delta.
+        """
         limits = [] if self.epsilon_budget is None else [self.epsilon_budget]
-        if self.epsilon_owner_budget is not None:
+        if self.epsilon_owner_budget is not None and self.owner_delta == self.delta:
             limits.append(max(self.epsilon_owner_budget - self.epsilon_other_runs, 0.0))
         return min(limits, default=None)
 

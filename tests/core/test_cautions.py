@@ -121,7 +121,7 @@ def test_a_budget_that_ends_before_the_run_is_told_with_the_round_and_what_fits(
     told = {int(name): int(t) for name, t in re.findall(r"learner-(\d) in round (\d+)", text)}
     stopped = {}
     for i, own in enumerate(found.data.learners):
-        books = PrivacyFilter(found.run.algorithm.accountant(i), found.run.spec.get_budget(i))
+        books = PrivacyFilter(found.run.algorithm.accountant(i), found.run.budget(i))
         t = 0
         try:
             for t, records in enumerate(np.diff(own.offsets).tolist()):

@@ -33,7 +33,7 @@ def open_run(
 ) -> RunLog:
     terms = LogOptions(durability, SIZE, window, 9, 5.0)
     store = LearnerStore(folder, name)
-    return store.open_run(line(run_id, name), terms, store.stored_state.sum_epsilon(excluded_run_id=run_id))
+    return store.open_run(line(run_id, name), terms)
 
 
 def say(log: RunLog, rounds: range) -> None:

@@ -130,7 +130,7 @@ def test_a_sync_that_finds_no_room_is_not_tried_again(tmp_path: Path, monkeypatc
 def opened(folder: Path) -> RunLog:
     """The log of a run: a new one, or the one that stands there."""
     terms = LogOptions("power", message_size=8, window=1, rounds=2, budget=None)
-    return LearnerStore(folder, "ann").open_run(LedgerEntry("ann", "run-1", 0, 3, "{}"), terms, 0.0)
+    return LearnerStore(folder, "ann").open_run(LedgerEntry("ann", "run-1", 0, 3, "{}"), terms)
 
 
 def left_open(folder: Path) -> list[str]:

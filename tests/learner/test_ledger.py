@@ -19,6 +19,7 @@ from sottovoce_client.privacy.ledger import show_ledger
 from sottovoce_core.errors import BudgetExhausted, CorruptStateError, FailedPrecondition, SpecError
 from sottovoce_core.noise import SystemNoise
 from sottovoce_core.privacy.accountant import PrecomputedAccountant
+from sottovoce_core.privacy.loss import EpsilonLimit
 from sottovoce_core.spec import parse_spec
 from sottovoce_learner.assignment import RunAssignment
 from sottovoce_learner.privacy_filter import Allowance, PrivacyFilter
@@ -124,13 +125,13 @@ async def test_a_spec_that_changed_is_refused(tmp_path: Path) -> None:
     made = session(tmp_path, "run-a")
     line = LedgerEntry("learner-0", "run-a", 1, 3, made.assignment.spec.model_dump_json())
     with pytest.raises(CorruptStateError, match="has run 'run-a' with another spec, index or number of features"):
-        LearnerStore(tmp_path, "learner-0").open_run(line, LogOptions("process", 9, 9, 9, None), 0.0)
+        LearnerStore(tmp_path, "learner-0").open_run(line, LogOptions("process", 9, 9, 9, None))
 
 
 def charged_run(folder: Path, document: dict[str, Any]) -> None:
     """A ledger of `north` with one run, of this spec, and a charge of 1.5."""
     line = LedgerEntry("north", "run-a", 0, 3, json.dumps(document))
-    LearnerStore(folder, "north").open_run(line, LogOptions("process", 9, 9, 9, None), 0.0)
+    LearnerStore(folder, "north").open_run(line, LogOptions("process", 9, 9, 9, None))
     Ledger(folder).repair("north", 1.5)
 
 
@@ -171,7 +172,7 @@ def test_showing_imports_no_code_that_a_run_named(tmp_path: Path, monkeypatch: p
 def test_an_infinite_price_is_above_every_owners_budget() -> None:
     with pytest.raises(BudgetExhausted):
         PrivacyFilter(
-            PrecomputedAccountant(np.array([math.inf])), None, Allowance(max_epsilon_in_all_runs=1e300)
+            PrecomputedAccountant(np.array([math.inf])), None, Allowance(in_all_runs=EpsilonLimit(1e300))
         ).admit_round(0)
 
 

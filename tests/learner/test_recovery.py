@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from importlib import resources
@@ -14,8 +15,10 @@ import pytest
 import yaml
 
 from sottovoce_core.arrays import as_floats
-from sottovoce_core.errors import CorruptStateError
+from sottovoce_core.errors import BudgetExhausted, CorruptStateError
 from sottovoce_core.noise import KeyedNoise, NoiseSource, SystemNoise
+from sottovoce_core.privacy.loss import PrivacyLoss
+from sottovoce_core.runs.run import build_run, find_first_round_above
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_learner.assignment import RunAssignment
 from sottovoce_learner.peers.outbox import NeighbourLink
@@ -219,6 +222,46 @@ async def test_it_goes_on_wherever_it_died(
         crew.die()
         crew.born(0)._log.close()
         assert crew.kept(0).count("snapshot") <= snapshots and "draft" not in crew.kept(0)
+
+
+@pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "system"])
+async def test_a_budget_at_a_delta_ends_in_the_same_round_wherever_it_died(
+    tmp_path: Path, keyed: bool, snapshots: bool
+) -> None:
+    """Before every write: one content a round, never above the budget, and no round fewer than without a death."""
+    delta, counts = 0.01, np.arange(ROUNDS) % 3
+    accountant = build_run(spec_of(), FEATURES).algorithm.accountant(0)
+    whole = PrivacyLoss(accountant.losses(counts).sum(), accountant.total_renyi(counts)).epsilon(delta)
+    spec = spec_of(privacy={"budget": 0.9 * whole, "delta": delta})
+    limit = build_run(spec, FEATURES).budget(0)
+    assert limit is not None and limit.delta == delta
+    spending = accountant.spending(counts, limit)
+    last = find_first_round_above(spending, limit.epsilon)
+    assert last == ROUNDS - 1
+
+    async def run_until_spent(folder: Path, at: int) -> tuple[Crew, int]:
+        crew = Crew(folder, spec, keyed=keyed)
+        with pytest.MonkeyPatch.context() as patch:
+            count = dying(patch, folder / "0", at)
+            with pytest.raises(BudgetExhausted, match=re.escape(f"(at delta {delta:g}), above the budget of")):
+                await crew.live(range(ROUNDS))
+        return crew, count[0]
+
+    _, total = await run_until_spent(tmp_path / "counted", 0)
+    assert total > last
+    for at in range(1, total + 1, 1 + 2 * snapshots):
+        crew, _ = await run_until_spent(folder := tmp_path / str(at), at)
+        assert all(len(contents) == 1 for contents in crew.left.values())
+        status = crew.learners[0].status
+        assert status.rounds_committed == last and status.epsilon_charged == pytest.approx(spending[last - 1], rel=1e-9)
+        assert status.epsilon_charged <= limit.epsilon < status.epsilon_spent
+        crew.die()
+        with pytest.raises(BudgetExhausted):
+            await crew.born(0)._send(last)
+        end_run(folder / "0", "learner-0", "run-1")
+        (entry,) = Ledger(folder / "0").list_entries("learner-0")
+        assert entry.epsilon_spent == status.epsilon_spent
+        assert entry.loss.epsilon(delta) <= 1.001 * status.epsilon_charged
 
 
 async def test_the_log_of_a_run_that_is_over_goes_wherever_its_learner_dies(tmp_path: Path) -> None:

@@ -62,6 +62,9 @@ def ledger(
             help="Declare this copy of a state folder as complete, and as the only one in use from now on.",
         ),
     ] = False,
+    delta: Annotated[
+        float, make_number_option(min_value=0.0, max_value=1.0, help="Show epsilon at this delta; 0: pure.")
+    ] = 0.0,
 ) -> None:
     """Show the spending of learners in all their runs, with algorithm and guarantee. Reads the state folder alone.
 
@@ -73,9 +76,11 @@ def ledger(
         raise SpecError("--verify, --repair and --adopt-copy exclude each other: give one of them")
     if charge is not None and not repair:
         raise SpecError("--charge requires --repair")
+    if delta and (repair or adopt_copy):
+        raise SpecError("--delta is for showing and verifying a ledger")
     if not (repair or adopt_copy):
         show = verify_ledger if verify else show_ledger
-        show(state, learner, allow_imports=get_common_options().allow_imports)
+        show(state, learner, delta=delta, allow_imports=get_common_options().allow_imports)
     elif learner is None:
         raise SpecError(f"{'--repair' if repair else '--adopt-copy'} requires --learner, the owner of the ledger")
     elif repair:

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.formatting import format_count, format_duration, format_number, pluralize
+from sottovoce_client.formatting import format_count, format_duration, format_epsilon, format_number, pluralize
 from sottovoce_core.errors import SottovoceError
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.logs import configure_logs, describe_failure, hide_error_texts
@@ -100,8 +100,8 @@ def _build_facts(counters: FeedCounters) -> dict[str, object]:
         "dropped": counters.dropped_count,
     }
     if (status := counters.status) is not None:
-        facts |= {"round": status.rounds_done, "epsilon": status.epsilon_spent, "epsilon_limit": status.epsilon_limit}
-        facts |= {"records_waiting": status.records_waiting}
+        facts |= {"round": status.rounds_done, "epsilon": status.epsilon_charged, "epsilon_limit": status.epsilon_limit}
+        facts |= {"delta": status.delta, "records_waiting": status.records_waiting}
     return facts
 
 
@@ -123,8 +123,10 @@ def _render_learner(counters: FeedCounters) -> Text:
     status = counters.status
     if status is None:
         return Text("the learner does not answer", style="yellow")
-    limit = "" if status.epsilon_limit is None else f" of {format_number(status.epsilon_limit)}"
-    line = f"{status.learner}: round {format_count(status.rounds_done)}  ε {format_number(status.epsilon_spent)}{limit}"
+    limit = "" if status.epsilon_limit is None else f" of {format_epsilon(status.epsilon_limit, status.delta)}"
+    line = (
+        f"{status.learner}: round {format_count(status.rounds_done)}  ε {format_number(status.epsilon_charged)}{limit}"
+    )
     return Text(f"{line}  {format_count(status.records_waiting)} wait for their round", style="dim")
 
 

@@ -9,14 +9,15 @@ from pathlib import Path
 from rich.console import Console
 
 from sottovoce_client import terminal
-from sottovoce_client.formatting import MISSING_VALUE, format_count, format_number, pluralize
+from sottovoce_client.formatting import MISSING_VALUE, format_count, format_epsilon, format_number, pluralize
 from sottovoce_core.errors import SpecError
+from sottovoce_core.privacy.loss import NO_LOSS, PrivacyLoss
 from sottovoce_core.text import escape_control
 from sottovoce_learner.storage.ledger import LedgerEntry
 from sottovoce_learner.storage.store import Ledger
 
-_HEADS = ("learner", "run", "algorithm", "threat model", "accounting", "messages", "ε")
-_NUMBERS = ("messages", "ε")
+_HEADS = ("learner", "run", "algorithm", "threat model", "accounting", "messages")
+"""Columns before that of epsilon."""
 _OPTIONAL_COLUMNS = ("accounting", "threat model", "algorithm")
 """Columns that are omitted on a narrow terminal, the least needed first."""
 
@@ -51,13 +52,19 @@ def _require_ledger(ledger: Ledger, learner: str | None) -> None:
 
 
 def show_ledger(
-    folder: Path, learner: str | None, console: Console | None = None, *, allow_imports: bool = False
+    folder: Path,
+    learner: str | None,
+    console: Console | None = None,
+    *,
+    delta: float = 0.0,
+    allow_imports: bool = False,
 ) -> None:
     """Print one line for each run, and the total of each learner.
 
     Args:
         folder: State folder.
         learner: Learner to show; None: all.
+        delta: Delta of the epsilons; 0: pure.
         console: Console (default: standard output).
         allow_imports: Whether to import code that a run's spec names; if not, the guarantees of such runs are not shown.
 
@@ -73,7 +80,11 @@ def show_ledger(
         raise SpecError(f"no runs{whose} in the state folder {folder}; there are runs of: {known}")
     console = console or terminal.create_console()
     table, left_out = terminal.fit_table(
-        console.width, _HEADS, _rows(lines, allow_imports), right_aligned=_NUMBERS, optional_columns=_OPTIONAL_COLUMNS
+        console.width,
+        (*_HEADS, _head(delta)),
+        _rows(lines, delta, allow_imports),
+        right_aligned=("messages", _head(delta)),
+        optional_columns=_OPTIONAL_COLUMNS,
     )
     console.print(table)
     if left_out:
@@ -88,19 +99,27 @@ def show_ledger(
                     strict=True,
                 )
             )
-            | {"messages": each.rounds_committed, "epsilon": each.epsilon_spent}
+            | {"messages": each.rounds_committed, "epsilon": each.loss.epsilon(delta), "delta": delta}
             for each in lines
         ]
     )
 
 
-def _rows(lines: Sequence[LedgerEntry], imports: bool) -> list[tuple[str, ...]]:
+def _head(delta: float) -> str:
+    return f"ε at delta {delta:g}" if delta else "ε"
+
+
+def _sum_losses(entries: Sequence[LedgerEntry]) -> PrivacyLoss:
+    return sum((each.loss for each in entries), NO_LOSS)
+
+
+def _rows(lines: Sequence[LedgerEntry], delta: float, imports: bool) -> list[tuple[str, ...]]:
     """Return a row for each run, and a total of each learner that was in several runs."""
     rows: list[tuple[str, ...]] = []
     for name in sorted({line.learner for line in lines}):
         own = [line for line in lines if line.learner == name]
         for line in own:
-            counts = format_count(line.rounds_committed), format_number(line.epsilon_spent)
+            counts = format_count(line.rounds_committed), format_number(line.loss.epsilon(delta))
             rows.append(
                 (
                     escape_control(name),
@@ -111,7 +130,7 @@ def _rows(lines: Sequence[LedgerEntry], imports: bool) -> list[tuple[str, ...]]:
                 )
             )
         if len(own) > 1:
-            total = format_number(math.fsum(line.epsilon_spent for line in own))
+            total = format_number(_sum_losses(own).epsilon(delta))
             rows.append(
                 (
                     escape_control(name),
@@ -131,13 +150,19 @@ def _none_if_missing(text: str) -> str | None:
 
 
 def verify_ledger(
-    folder: Path, learner: str | None, console: Console | None = None, *, allow_imports: bool = False
+    folder: Path,
+    learner: str | None,
+    console: Console | None = None,
+    *,
+    delta: float = 0.0,
+    allow_imports: bool = False,
 ) -> None:
     """Verify a state folder, and print the result.
 
     Args:
         folder: State folder.
         learner: Learner to verify; None: all.
+        delta: Delta of the epsilons; 0: pure.
         console: Console (default: standard output).
         allow_imports: Whether to import code that a run's spec names; if not, the charges of such runs are not computed again.
 
@@ -151,13 +176,13 @@ def verify_ledger(
     found = []
     for name in names:
         runs = Ledger(folder).verify(name, imports=allow_imports)
-        spent = format_number(math.fsum(run.epsilon_spent for run in runs))
+        spent = _sum_losses(runs).epsilon(delta)
         out.print(
-            f"{name}: {pluralize(len(runs), 'run')}, ε {spent} in total: the ledger is complete",
+            f"{name}: {pluralize(len(runs), 'run')}, ε {format_epsilon(spent, delta)} in total: the ledger is complete",
             markup=False,
             highlight=False,
         )
-        found.append({"learner": name, "runs": len(runs), "epsilon": math.fsum(run.epsilon_spent for run in runs)})
+        found.append({"learner": name, "runs": len(runs), "epsilon": spent, "delta": delta})
     terminal.print_json_if_requested(lambda: found)
 
 

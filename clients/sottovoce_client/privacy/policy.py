@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.formatting import format_number
-from sottovoce_core.runs.policy import DAYS_PER_MONTH, MAX_ACCOUNTED_ROUNDS, Policy
+from sottovoce_client.formatting import format_epsilon
+from sottovoce_core.privacy.loss import EpsilonLimit
+from sottovoce_core.runs.policy import DAYS_PER_MONTH, Policy
 from sottovoce_core.runs.run import Run, find_first_round_above
 
 
@@ -53,11 +54,13 @@ def check_policy(run: Run, n_features: int, policy: Policy, learner: int, consol
     fits = all(each.is_satisfied for each in findings)
     verdict = "would take part" if fits else "would not take part"
     out.out(f"{run.spec.names[learner]} {verdict} in {run.spec.name}", highlight=False)
-    limits = {f"{DAYS_PER_MONTH} days": policy.epsilon_per_month, "all runs": policy.epsilon}
+    own = {f"{DAYS_PER_MONTH} days": policy.epsilon_per_month, "all runs": policy.epsilon}
+    limits = {scope: EpsilonLimit.choose(limit, policy.delta) for scope, limit in own.items() if limit is not None}
+    budget = run.budget(learner)
     stops = (
-        _first_rounds_above(run, learner, {**limits, "privacy.budget": run.spec.get_budget(learner)}) if fits else {}
+        _find_stops(run, learner, limits if budget is None else {**limits, "privacy.budget": budget}) if fits else {}
     )
-    limit_texts = [f"{format_number(limit)} in {scope}" for scope, limit in limits.items() if limit is not None]
+    limit_texts = [f"{format_epsilon(limit.epsilon, limit.delta)} in {scope}" for scope, limit in limits.items()]
     if limit_texts and fits:
         text = f"it stops when its ledger reaches epsilon {' or '.join(limit_texts)} (sottovoce ledger)"
         out.out(text, highlight=False)
@@ -84,14 +87,13 @@ def check_policy(run: Run, n_features: int, policy: Policy, learner: int, consol
     return fits
 
 
-def _first_rounds_above(run: Run, learner: int, limits: Mapping[str, float | None]) -> dict[str, int]:
+def _find_stops(run: Run, learner: int, limits: Mapping[str, EpsilonLimit]) -> dict[str, int]:
     """Find the first round in which a run alone exceeds each limit of its learner, by the description of the limit."""
-    finite = {scope: limit for scope, limit in limits.items() if limit is not None}
-    losses = run.planned_losses(learner, MAX_ACCOUNTED_ROUNDS) if finite else None
-    if losses is None:
-        return {}
+    counts, accountant = run.planned_counts(learner), run.algorithm.accountant(learner)
     found = {
-        f"epsilon {format_number(limit)} in {scope}": find_first_round_above(losses, limit)
-        for scope, limit in finite.items()
+        f"epsilon {format_epsilon(limit.epsilon, limit.delta)} in {scope}": find_first_round_above(
+            accountant.spending(counts, limit), limit.epsilon
+        )
+        for scope, limit in limits.items()
     }
     return {text: t for text, t in found.items() if t is not None}

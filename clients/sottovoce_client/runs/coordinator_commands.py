@@ -80,7 +80,7 @@ def _document(run: coordinator_pb2.Run) -> dict[str, Any]:
                 "address": each.address,
                 "state": LearnerStatus.from_wire(each.status).state.name.lower(),
                 "rounds_done": each.status.rounds_done,
-                "epsilon": each.status.epsilon_spent,
+                "epsilon": each.status.epsilon_charged,
                 "disconnected_since": each.disconnected_at.ToDatetime(UTC)
                 if each.HasField("disconnected_at")
                 else None,
@@ -272,7 +272,7 @@ def _learner_table(run: coordinator_pb2.Run) -> Table:
             _text(each.address),
             state,
             format_count(status.rounds_done),
-            format_number(status.epsilon_spent),
+            format_number(status.epsilon_charged),
         )
     return table
 

@@ -162,8 +162,10 @@ class LearnerView:
     rounds_done: int
     epsilon: float
     epsilon_limit: float | None
+    delta: float
     epsilon_other_runs: float
     epsilon_owner_budget: float | None
+    owner_delta: float
     records: int
     records_waiting: int
     records_per_second: float | None
@@ -337,10 +339,12 @@ def _learner_views(plan: RunPlan, now: RunObservation, before: RunObservation | 
                 state=_describe_state(status, away, plan.lost_learners),
                 disconnected_since=away,
                 rounds_done=status.rounds_done,
-                epsilon=status.epsilon_spent,
+                epsilon=status.epsilon_charged,
                 epsilon_limit=status.epsilon_limit,
+                delta=status.delta,
                 epsilon_other_runs=status.epsilon_other_runs,
                 epsilon_owner_budget=status.epsilon_owner_budget,
+                owner_delta=status.owner_delta,
                 records=status.records,
                 records_waiting=status.records_waiting,
                 records_per_second=arrival,
@@ -369,7 +373,7 @@ def _find_warnings(status: LearnerStatus, past: LearnerStatus | None) -> list[st
     warnings = []
     if status.noise_is_not_private:
         warnings.append("its noise is not private: this run has no privacy guarantee")
-    near = status.epsilon_limit is not None and status.epsilon_spent >= NEAR_LIMIT_FRACTION * status.epsilon_limit
+    near = status.epsilon_limit is not None and status.epsilon_charged >= NEAR_LIMIT_FRACTION * status.epsilon_limit
     if near and status.state.is_active and past is not None and 0 < past.epsilon_spent < status.epsilon_spent:
         warnings.append("its budget is nearly used up")
     if status.violation_count:

@@ -396,6 +396,7 @@ class _RunMonitor:
             rounds=tuple(s.rounds_done for s in statuses),
             accuracy=tuple(s.prequential_accuracy for s in statuses),
             epsilon=tuple(s.epsilon_spent for s in statuses),
+            epsilon_charged=tuple(s.epsilon_charged for s in statuses),
             messages=tuple(s.messages_sent for s in statuses),
             offline_learners=tuple(each.status.learner for each in view.learners if each.HasField("disconnected_at")),
             departed_learners=frozenset(i for i in range(len(statuses)) if has_left(self._spec, i)),

@@ -20,6 +20,7 @@ from sottovoce_client.formatting import (
     format_bytes,
     format_count,
     format_duration,
+    format_epsilon,
     format_number,
     format_percent,
     format_rounds_done,
@@ -284,6 +285,7 @@ def _run_document(run: RunView, now: float) -> dict[str, Any]:
                 "rounds_behind": ahead - each.rounds_done,
                 "epsilon": each.epsilon,
                 "epsilon_limit": each.epsilon_limit,
+                "delta": each.delta,
                 "epsilon_other_runs": each.epsilon_other_runs,
                 "records": each.records,
                 "records_waiting": each.records_waiting,
@@ -387,7 +389,7 @@ def _learners_table(run: RunView) -> Table:
         ]
         cells += [
             format_number(each.epsilon),
-            "none" if each.epsilon_limit is None else format_number(each.epsilon_limit),
+            "none" if each.epsilon_limit is None else format_epsilon(each.epsilon_limit, each.delta),
         ]
         cells += [format_count(each.records), format_count(each.records_waiting)]
         style = "" if _describe_state(each) in _HEALTHY_STATES else "yellow"
@@ -424,8 +426,11 @@ def _describe_state(view: LearnerView | RunView) -> str:
 
 def _describe_total_cost(learner: LearnerView) -> str:
     """Describe what a learner has spent in all its runs, for its owner."""
-    limit = "no limit" if learner.epsilon_owner_budget is None else f"of {format_number(learner.epsilon_owner_budget)}"
-    return f"ε {format_number(learner.epsilon_other_runs + learner.epsilon)}, {limit}"
+    budget, delta = learner.epsilon_owner_budget, learner.owner_delta
+    limit = "no limit" if budget is None else f"of {format_epsilon(budget, delta)}"
+    spent = format_number(learner.epsilon_other_runs + learner.epsilon)
+    # Epsilons at a delta add up to a bound only.
+    return f"ε {'at most ' if delta or learner.delta else ''}{spent}, {limit}"
 
 
 def _date(when: float) -> datetime:

@@ -20,13 +20,14 @@ class RunProgress:
         seconds: Seconds since the first round.
         rounds: Completed rounds.
         accuracy: Prequential accuracy; None if the run did not opt in, or nothing was predicted yet.
-        epsilon: Epsilon spent.
+        epsilon: Pure epsilon spent.
         messages: Messages sent.
         offline_learners: Names of the learners that are disconnected, for now or for good.
         violations: Violations that learners reported of each other, in words.
         departed_learners: Indices of the learners that have left or were lost; their rounds do not count any more.
         run_id: Id of the run; empty: unknown.
         capture_error: Reason why nothing is captured although it should be; empty: no error; None: ended, or unknown.
+        epsilon_charged: Epsilon spent at the delta of each learner's limit; empty: all of it is pure.
     """
 
     seconds: float
@@ -39,6 +40,12 @@ class RunProgress:
     violations: tuple[str, ...] = ()
     run_id: str = ""
     capture_error: str | None = None
+    epsilon_charged: tuple[float, ...] = ()
+
+    @property
+    def spending(self) -> tuple[float, ...]:
+        """Epsilon that counts against each learner's limit."""
+        return self.epsilon_charged or self.epsilon
 
     @property
     def rounds_done(self) -> int:
@@ -75,8 +82,8 @@ class LearnerSummary:
         test_accuracy: Accuracy on the held-out records; None if unknown.
         prequential_accuracy: Accuracy on its own records, each predicted before it was learned.
         messages, bytes: Messages sent, and their bytes.
-        epsilon_spent: Epsilon that the learner itself charged.
-        epsilon_limit: Limit at which it would have stopped; None: no limit.
+        epsilon_spent: Epsilon that the learner itself charged, at `delta`.
+        epsilon_limit: Limit at `delta` at which it would have stopped; None: no limit.
         epsilon_paper: Cumulative epsilon by the paper's formula.
         epsilon_record_use: Tight cumulative epsilon of one use of one record.
         epsilon_record: Tight cumulative epsilon of the most expensive record in all its uses.
@@ -108,6 +115,7 @@ class LearnerSummary:
     record_use_loss: ObservedPrivacyLoss | None = None
     record_loss: ObservedPrivacyLoss | None = None
     has_left: bool = False
+    delta: float = 0.0
     records_waiting: int = 0
     test_curve: tuple[tuple[int, float], ...] = ()
 

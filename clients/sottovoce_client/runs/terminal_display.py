@@ -176,7 +176,7 @@ class _Lines:
         yield f"{format_number(self._pace.speed, 3)} rounds/s"
         if any(value is not None for value in progress.accuracy):
             yield f"accuracy {format_percent_range(progress.accuracy)}"
-        yield f"epsilon <= {format_number(max(progress.epsilon, default=0.0))}"
+        yield f"epsilon <= {format_number(max(progress.spending, default=0.0))}"
         if captured_messages is not None:
             yield f"{pluralize(captured_messages, 'message')} recorded"
 
@@ -241,7 +241,9 @@ class _Display:
     def _table(self, progress: RunProgress) -> Table:
         table = _table("learner", "round", "accuracy", "ε spent", "ε budget", "messages")
         fitting = max(3, self._live.console.height - 9 - min(len(progress.violations), MAX_VIOLATION_LINES))
-        cells = zip(progress.rounds, progress.accuracy, progress.epsilon, self._budgets, progress.messages, strict=True)
+        cells = zip(
+            progress.rounds, progress.accuracy, progress.spending, self._budgets, progress.messages, strict=True
+        )
         rows = list(zip(self._names, cells, strict=True))
         for name, (done, accuracy, spent, budget, messages) in rows[:fitting]:
             limit = "none" if budget is None else format_number(budget)

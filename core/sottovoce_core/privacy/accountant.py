@@ -15,7 +15,7 @@ import numpy as np
 from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, FloatArray, IntArray, as_floats
 from sottovoce_core.errors import SpecError
 from sottovoce_core.privacy.guarantee import Adjacency, Guarantee, GuaranteeBasis
-from sottovoce_core.privacy.loss import ORDERS, PURE, Mechanism
+from sottovoce_core.privacy.loss import ORDERS, PURE, EpsilonLimit, Mechanism
 
 MAX_FOLLOWED_UNITS = 64
 """Maximum number of units whose Renyi divergences an accountant follows."""
@@ -107,6 +107,20 @@ class Accountant(ABC):
             total += advanced.next_renyi()
             advanced.advance(records)
         return total
+
+    def spending(self, counts: IntArray, limit: EpsilonLimit) -> FloatArray:
+        """Return the epsilon `(rounds,)` that counts against a limit after every message; arguments as of `losses`."""
+        losses = self.losses(counts)
+        if not limit.delta:
+            return limit.measure_rounds(losses, None)
+        if self.has_dominating_losses:
+            order = slice(limit.order, limit.order + 1)
+            return limit.measure_rounds(losses, self.mechanism.compute_renyi(losses, order)[:, 0])
+        advanced, renyi = copy.deepcopy(self), np.empty(len(counts))
+        for t, records in enumerate(counts.tolist()):
+            renyi[t] = advanced.next_renyi()[limit.order]
+            advanced.advance(records)
+        return limit.measure_rounds(losses, renyi)
 
     def losses(self, counts: IntArray) -> FloatArray:
         """Return the `(rounds,)` losses charged from here on if the rounds have `counts (rounds,)` records."""

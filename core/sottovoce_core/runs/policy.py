@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, PlainSerializer, PrivateAttr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer, PrivateAttr, ValidationError
 from pydantic_core import PydanticCustomError
 
 from sottovoce_core.algorithms import ALGORITHMS
 from sottovoce_core.algorithms.run_context import RunWarning
 from sottovoce_core.errors import SpecError
 from sottovoce_core.privacy.guarantee import Adjacency, GuaranteeBasis, ThreatModel
+from sottovoce_core.privacy.loss import EpsilonLimit
 from sottovoce_core.registry import Count, Positive, Section
 from sottovoce_core.runs.run import Run, build_run, format_above
 from sottovoce_core.spec import LEARNER_NAME_PATTERN, RunSpec, find_imports
@@ -30,8 +31,6 @@ from sottovoce_core.yaml_files import parse_document, read_text_file, write_yaml
 
 MAX_POLICY_BYTES = 64 * 1024
 """Maximum size of a policy's file."""
-MAX_ACCOUNTED_ROUNDS = 100_000
-"""Number of rounds of a run that are priced before it begins: the limit is enforced during the run in any case."""
 DAYS_PER_MONTH = 30
 """Number of days that count as a month."""
 
@@ -115,6 +114,9 @@ class Policy(Section):
     imports: tuple[str, ...] | None = None
     """Code that any section of a spec may name, as `module:Class`, if the learner was started with `--allow-imports`; null: any.
     Without that option none is imported, even if allowed here."""
+    delta: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Delta at which the three limits of epsilon hold; 0: they are pure. At a delta such as 1e-6, far below one in the number of
+    records, a run with many small losses counts much less."""
     epsilon_per_run: Positive | None = 100.0
     """Maximum epsilon of one run. A run planned to cost more is refused, and a learner stops before it has spent more. The
     default is a guard against nearly disabled noise, not a recommendation: set a value that you can answer for."""
@@ -300,7 +302,7 @@ class Policy(Section):
         if (limit := self.epsilon_per_run) is None:
             yield _Finding("epsilon_per_run", _NO_LIMIT, "not priced", is_satisfied=True)
         else:
-            cost = _compute_planned_cost(run, learner, limit)
+            cost = _compute_planned_cost(run, learner, EpsilonLimit(limit, self.delta))
             yield _Finding("epsilon_per_run", f"{limit:.6g}", format_above(cost, limit), cost <= limit)
 
     def _require_satisfied(self, findings: Iterable[_Finding]) -> None:
@@ -315,7 +317,8 @@ class Policy(Section):
 def find_default_policy_warnings(run: Run) -> Iterator[RunWarning]:
     """Warn if learners under the default policy would refuse the run because of its cost."""
     limit = Policy().epsilon_per_run or math.inf
-    if (cost := max(_compute_planned_cost(run, i, limit) for i in range(run.spec.n_learners))) > limit:
+    allowed = EpsilonLimit(limit, Policy().delta)
+    if (cost := max(_compute_planned_cost(run, i, allowed) for i in range(run.spec.n_learners))) > limit:
         yield RunWarning(
             "DEFAULT_POLICY",
             f"services started without --policy refuse this run: the default policy allows epsilon_per_run {limit:g}, and the "
@@ -387,12 +390,16 @@ def _check_minimum(clause: str, least: Any, promised: Any, order: tuple[Any, ...
     return _Finding(f"guarantees.{clause}", least.value, promised.value, fits)
 
 
-def _compute_planned_cost(run: Run, learner: int, limit: float) -> float:
-    """Return the maximum epsilon of the first `MAX_ACCOUNTED_ROUNDS` planned rounds; the spec's budget is an upper bound."""
-    budget = run.spec.get_budget(learner)
-    if budget is not None and budget <= limit:
+def _compute_planned_cost(run: Run, learner: int, limit: EpsilonLimit) -> float:
+    """Return the maximum epsilon of the first planned rounds at the limit's delta; a budget of the spec is an upper bound.
+
+    So it is if it is pure, or holds at the same delta or a smaller one.
+    """
+    budget = run.spec.get_budget(learner) if run.spec.privacy.delta <= limit.delta else None
+    if budget is not None and budget <= limit.epsilon:
         return budget
-    return min(math.inf if budget is None else budget, run.planned_epsilon(learner, MAX_ACCOUNTED_ROUNDS))
+    planned = run.planned_loss(learner, limit.delta).epsilon(limit.delta)
+    return min(math.inf if budget is None else budget, planned)
 
 
 def _format_list(names: Iterable[str] | None) -> str:

@@ -25,6 +25,7 @@ from sottovoce_core.network.network import Network, PartialNetwork
 from sottovoce_core.network.participation_schedule import OfflineInterval, Participation, ParticipationSchedule
 from sottovoce_core.privacy.accountant import compute_guarantee
 from sottovoce_core.privacy.guarantee import Guarantee
+from sottovoce_core.privacy.loss import PURE, EpsilonLimit, PrivacyLoss
 from sottovoce_core.runs.participation import (
     USED_ROUNDS_FIELD,
     Clipping,
@@ -38,6 +39,8 @@ from sottovoce_core.spec import RunSpec
 
 MAX_PARAMETERS = 2**24
 """Maximum number of parameters of a model: services and readers of captures accept no larger messages."""
+MAX_ACCOUNTED_ROUNDS = 100_000
+"""Number of rounds of a run that are priced before it begins: limits are enforced during the run in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +115,8 @@ class Run:
         promised = compute_guarantee(self.algorithm.accountant(learner), self.spec.rounds, counts, replaced)
         return promised.truncate(attendance.end)
 
-    def planned_losses(self, learner: int, max_rounds: int) -> FloatArray:
-        """Return the epsilon of each of one learner's messages, if every round brings `data.batch_size` records (`all`: one).
+    def planned_counts(self, learner: int, max_rounds: int = MAX_ACCOUNTED_ROUNDS) -> IntArray:
+        """Return the records of each round until a learner's last one, if every round brings `data.batch_size` (`all`: one).
 
         Args:
             learner: index of the learner.
@@ -123,22 +126,48 @@ class Run:
             self.spec.participation.learner_participation(learner, min(self.spec.rounds, max_rounds)),
             self.spec.data.batch_size,
         )
-        counts = attendance.mask()[: attendance.end] * np.int64(1 if size == "all" else size)
-        return self.algorithm.accountant(learner).losses(counts)
+        return attendance.mask()[: attendance.end] * np.int64(1 if size == "all" else size)
 
-    def planned_epsilon(self, learner: int, max_rounds: int) -> float:
-        """Return the total epsilon of one learner's messages; arguments as of `planned_losses`."""
-        return math.fsum(self.planned_losses(learner, max_rounds))
+    def planned_loss(self, learner: int, delta: float = 0.0) -> PrivacyLoss:
+        """Return the loss of a learner's planned messages, of the first `MAX_ACCOUNTED_ROUNDS` rounds.
+
+        Args:
+            learner: index of the learner.
+            delta: delta at which epsilon is wanted; 0: Renyi divergences are not computed, and are those of the pure loss.
+        """
+        counts, accountant = self.planned_counts(learner), self.algorithm.accountant(learner)
+        pure = math.fsum(accountant.losses(counts))
+        return PrivacyLoss(pure, accountant.total_renyi(counts)) if delta else PURE.loss(pure)
+
+    def plan_limit(self, learner: int, epsilon: float | None, delta: float) -> EpsilonLimit | None:
+        """Return a limit of a learner's spending in this run, with the Renyi order that suits the planned messages.
+
+        Args:
+            learner: index of the learner.
+            epsilon: maximum; None: none.
+            delta: delta at which it holds; 0: pure.
+
+        Returns:
+            The limit; None without a maximum and a delta.
+        """
+        if not delta:
+            return None if epsilon is None else EpsilonLimit(epsilon)
+        planned = None if self.spec.is_unbounded else self.planned_loss(learner, delta)
+        return EpsilonLimit.choose(math.inf if epsilon is None else epsilon, delta, planned)
+
+    def budget(self, learner: int) -> EpsilonLimit | None:
+        """Return the limit that the spec sets to a learner's spending; as of `plan_limit`."""
+        return self.plan_limit(learner, self.spec.get_budget(learner), self.spec.privacy.delta)
 
 
-def find_first_round_above(losses: FloatArray, limit: float) -> int | None:
-    """Return the first round whose message would raise the sum above a limit, added up as a learner does; None: no round.
+def find_first_round_above(spending: FloatArray, limit: float) -> int | None:
+    """Return the first round whose message would exceed a limit; None: no round.
 
     Args:
-        losses: `(rounds,)` epsilon of each message.
+        spending: `(rounds,)` epsilon after every message, as of `Accountant.spending`.
         limit: epsilon that must not be exceeded.
     """
-    above = np.flatnonzero(~(np.cumsum(losses) <= limit))
+    above = np.flatnonzero(~(spending <= limit))
     return int(above[0]) if above.size else None
 
 
@@ -333,4 +362,5 @@ def _describe_capture(spec: RunSpec) -> str:
 def _has_noise(run: Run, learner: int) -> bool:
     """Return whether messages have noise: then their epsilon is finite, but a run without messages shows nothing."""
     rounds = 2 if run.spec.is_unbounded else run.spec.rounds
-    return math.isfinite(run.planned_epsilon(learner, min(rounds, 1000)))
+    counts = run.planned_counts(learner, min(rounds, 1000))
+    return math.isfinite(math.fsum(run.algorithm.accountant(learner).losses(counts)))

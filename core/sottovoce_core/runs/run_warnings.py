@@ -14,14 +14,13 @@ from sottovoce_core.data.dataset import Dataset
 from sottovoce_core.data.encoding import describe_similar_labels
 from sottovoce_core.data.schedule import PlacedData
 from sottovoce_core.errors import SpecError
+from sottovoce_core.privacy.loss import EpsilonLimit
 from sottovoce_core.runs.run import Run, build_run, find_first_round_above, format_above
 from sottovoce_core.spec import RunSpec
 from sottovoce_core.text import abbreviate_names
 
 _MAX_IDLE_SHARE = 0.01
 """Share of the rounds that a learner may lack records at the end: evenly split records differ by so much."""
-MAX_ACCOUNTED_ROUNDS = 100_000
-"""Number of rounds of live records that are priced in advance."""
 BUDGET_ENDS = "BUDGET_ENDS"
 """Code of the warning that a budget ends before the run."""
 
@@ -37,33 +36,34 @@ def find_budget_warnings(run: Run, data: PlacedData) -> Iterator[RunWarning]:
     if spec.privacy.budget is None or spec.is_unbounded:
         return
     budgets = [spec.get_budget(i) or math.inf for i in range(spec.n_learners)]
-    losses = [_compute_losses(run, data, i) for i in range(spec.n_learners)]
-    found = [find_first_round_above(each, limit) for each, limit in zip(losses, budgets, strict=True)]
+    spending = [_compute_spending(run, data, i) for i in range(spec.n_learners)]
+    found = [find_first_round_above(each, limit) for each, limit in zip(spending, budgets, strict=True)]
     first = {i: t for i, t in enumerate(found) if t is not None}
     if not first:
         return
     stops = [f"{spec.names[i]} in round {t}" for i, t in sorted(first.items(), key=lambda each: each[1])]
-    largest = max(first, key=lambda i: math.fsum(losses[i]))
-    rounds, totals = min(first.values()), [math.fsum(each) for each in losses]
+    rounds, totals = min(first.values()), [float(each[-1]) for each in spending]
+    largest = max(first, key=lambda i: totals[i])
     cost = format_above(totals[largest], budgets[largest])
+    at_delta = f" (at delta {spec.privacy.delta:g})" if spec.privacy.delta else ""
     fits = [f"rounds: {rounds}"] if _is_within_budget(run, data, rounds) else []
     if all(map(math.isfinite, totals)):
         fits.append(f"privacy.budget: {_suggest_budget(spec, totals)}")
     yield RunWarning(
         BUDGET_ENDS,
-        f"privacy.budget {budgets[largest]:g} is below what {spec.rounds} rounds cost, epsilon {cost} at "
+        f"privacy.budget {budgets[largest]:g} is below what {spec.rounds} rounds cost, epsilon {cost}{at_delta} at "
         f"{spec.names[largest]}: {abbreviate_names(stops)} (rounds count from 0) would exceed it and sends no message; "
         f"a run of services ends there, a simulation goes on; what fits: {', '.join([*fits, 'or more noise'])} "
         "(sottovoce budget --target)",
     )
 
 
-def _compute_losses(run: Run, data: PlacedData, learner: int) -> FloatArray:
-    """Return the epsilon of each message until the learner's last round, `(rounds,)`."""
-    own = data.learners[learner]
+def _compute_spending(run: Run, data: PlacedData, learner: int) -> FloatArray:
+    """Return the epsilon `(rounds,)` that counts against the budget after each message until the learner's last round."""
+    own, limit = data.learners[learner], run.budget(learner) or EpsilonLimit(math.inf)
     if run.spec.data.is_live and not own.offsets[-1]:  # the number of records is still unknown
-        return run.planned_losses(learner, MAX_ACCOUNTED_ROUNDS)
-    return run.algorithm.accountant(learner).losses(np.diff(own.offsets))[: run.participation(learner).end]
+        return run.algorithm.accountant(learner).spending(run.planned_counts(learner), limit)
+    return run.algorithm.accountant(learner).spending(np.diff(own.offsets), limit)[: run.participation(learner).end]
 
 
 def _is_within_budget(run: Run, data: PlacedData, rounds: int) -> bool:
@@ -79,7 +79,7 @@ def _is_within_budget(run: Run, data: PlacedData, rounds: int) -> bool:
     )
     budgets = [run.spec.get_budget(i) or math.inf for i in range(run.spec.n_learners)]
     return all(
-        find_first_round_above(_compute_losses(shorter, cut, i), limit) is None for i, limit in enumerate(budgets)
+        find_first_round_above(_compute_spending(shorter, cut, i), limit) is None for i, limit in enumerate(budgets)
     )
 
 

@@ -15,14 +15,18 @@ import json
 import math
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
+from sottovoce_core.arrays import as_floats
 from sottovoce_core.errors import CorruptStateError, SpecError
 from sottovoce_core.network.participation_schedule import ParticipationSchedule
 from sottovoce_core.privacy.guarantee import Guarantee
+from sottovoce_core.privacy.loss import NO_LOSS, PURE, PrivacyLoss
 from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_learner.storage.run_log import NO_RUN, HighWaterMark
@@ -63,6 +67,12 @@ class ChainedLine:
     def written_at(self) -> datetime:
         """Time at which it was written."""
         return datetime.fromisoformat(self.facts["time"])
+
+    @property
+    def loss(self) -> PrivacyLoss:
+        """Loss that a closed or repaired line charges. Of a repair, the pure epsilon alone is known."""
+        pure, renyi = self.facts["epsilon_spent"], self.facts.get("renyi")
+        return PURE.loss(pure) if renyi is None else PrivacyLoss(pure, as_floats(np.array(renyi)))
 
     @classmethod
     def parse_all(cls, raw: bytes) -> tuple[ChainedLine, ...]:
@@ -117,6 +127,7 @@ class LedgerEntry:
         spec: full run spec, JSON: with the two fields above it determines the guarantee by which the learner was charged.
         rounds_committed: logged messages.
         epsilon_spent: epsilon charged for them; infinite without a guarantee.
+        renyi: their Renyi divergences at `privacy.loss.ORDERS`, for epsilon at a delta; empty: not known.
     """
 
     learner: str
@@ -126,6 +137,14 @@ class LedgerEntry:
     spec: str
     rounds_committed: int = 0
     epsilon_spent: float = 0.0
+    renyi: tuple[float, ...] = field(default=(), compare=False)
+
+    @property
+    def loss(self) -> PrivacyLoss:
+        """Loss of the run."""
+        if not self.renyi:
+            return PURE.loss(self.epsilon_spent) if self.epsilon_spent else NO_LOSS
+        return PrivacyLoss(self.epsilon_spent, as_floats(np.array(self.renyi)))
 
     @property
     def algorithm(self) -> str:
@@ -277,10 +296,12 @@ class StoredState:
             elif line.kind in (CLOSED, REPAIRED):
                 run_id = line.facts["run_id"]
                 known = entries.get(run_id) or LedgerEntry.build_unknown(self.files.learner, run_id)
+                loss = known.loss + line.loss
                 entries[run_id] = replace(
                     known,
                     rounds_committed=line.facts["rounds_committed"],
-                    epsilon_spent=known.epsilon_spent + line.facts["epsilon_spent"],
+                    epsilon_spent=loss.pure,
+                    renyi=tuple(loss.renyi.tolist()),
                 )
         if (open_now := self.open_entry) is not None and self.log is not None:
             entries[open_now.run_id] = replace(
@@ -301,12 +322,14 @@ class StoredState:
         """Sum the epsilon of all runs but one."""
         return math.fsum(run.epsilon_spent for run in self.iterate_entries() if run.run_id != excluded_run_id)
 
-    def sum_epsilon_since(self, moment: datetime, but: str) -> float:
-        """Sum the epsilon charged since a moment, of all runs but one: a run counts as a whole, at its end."""
-        open_entry, log = self.open_entry, self.log
-        charges = [log.epsilon_spent] if open_entry is not None and open_entry.run_id != but and log is not None else []
-        lines = (each for each in self.lines if each.kind in (CLOSED, REPAIRED) and each.written_at >= moment)
-        return math.fsum([*charges, *(each.facts["epsilon_spent"] for each in lines if each.facts["run_id"] != but)])
+    def sum_losses(self, since: datetime | None = None, *, excluded_run_id: str) -> PrivacyLoss:
+        """Sum the losses of closed runs, all of them or those closed since a moment, but one: a run counts as a whole."""
+        total = NO_LOSS
+        for line in self.lines:
+            is_counted = line.kind in (CLOSED, REPAIRED) and line.facts["run_id"] != excluded_run_id
+            if is_counted and (since is None or line.written_at >= since):
+                total += line.loss
+        return total
 
     @property
     def max_epsilon_spent(self) -> float | None:

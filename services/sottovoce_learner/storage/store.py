@@ -15,8 +15,13 @@ from dataclasses import dataclass, replace
 from datetime import UTC, timedelta
 from pathlib import Path
 
+import numpy as np
+
+from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import CorruptStateError, FailedPrecondition, SpecError
+from sottovoce_core.privacy.loss import PURE
 from sottovoce_core.runs.participation import require_valid_reconfiguration
+from sottovoce_core.runs.run import Run
 from sottovoce_learner.storage.ledger import (
     CLOSED,
     OPENED,
@@ -66,13 +71,12 @@ class LearnerStore:
             else stored_state
         )
 
-    def open_run(self, ledger_entry: LedgerEntry, options: LogOptions, other_runs_epsilon: float) -> RunLog:
+    def open_run(self, ledger_entry: LedgerEntry, options: LogOptions) -> RunLog:
         """Open the log of a new run, or of the current one. Any other open run is closed.
 
         Args:
             ledger_entry: ledger entry of the run.
             options: options of its log.
-            other_runs_epsilon: epsilon of all other runs.
 
         Raises:
             FailedPrecondition: the run was closed: this learner has been in another one since.
@@ -92,6 +96,7 @@ class LearnerStore:
             self._append_closed(open_entry)
             self._append_opened(ledger_entry)
             contents = None
+        other_runs_epsilon = self.stored_state.sum_epsilon(excluded_run_id=ledger_entry.run_id)
         return self._open_log(ledger_entry, options, other_runs_epsilon, contents)
 
     def _append_opened(self, ledger_entry: LedgerEntry) -> None:
@@ -159,6 +164,7 @@ class LearnerStore:
                     "run_id": ended_run.run_id,
                     "rounds_committed": ended_run.rounds_committed,
                     "epsilon_spent": ended_run.epsilon_spent,
+                    "renyi": _round_up(_compute_renyi(ended_run, self.stored_state.log)),
                 }
             )
 
@@ -340,9 +346,12 @@ class Ledger:
         stored_state = self._read_verified(learner)
         if stored_state is None:
             return []
+        entries = list(stored_state.iterate_entries())
         if stored_state.open_entry is not None and stored_state.log is not None:
             _require_charges(stored_state.open_entry, stored_state.log, imports=imports)
-        return list(stored_state.iterate_entries())
+            renyi = _compute_renyi(entries[-1], stored_state.log)
+            entries[-1] = replace(entries[-1], renyi=tuple(renyi.tolist()))
+        return entries
 
     def repair(self, learner: str, charge: float | None = None) -> Repair:
         """Charge the maximum that may have been spent where files are lost or damaged, and record it in the ledger.
@@ -384,30 +393,49 @@ class Ledger:
             stored_state.high_water_mark.write(files.high_water_mark)
 
 
+def _read_record_counts(run: Run, log: LogContents) -> IntArray:
+    """Return the records of each round whose message is logged; 0 where they are not logged yet, or the learner is offline."""
+    image = LearnerSnapshot.read_from_log(log, LearnerSnapshot.collect_named_objects(run))
+    counts = list(array("I", b"" if image is None else image.record_counts))
+    for entry in log.entries_after_snapshot:
+        if entry.kind in (EntryKind.ROUND, EntryKind.CLOSE) and entry.round > len(counts):
+            counts += [0] * (entry.round - 1 - len(counts))
+            counts.append(RoundPayload.decode(entry.body).records)
+    return np.array([*counts, 0][: log.rounds_committed], np.int64)
+
+
 def _require_charges(ledger_entry: LedgerEntry, log: LogContents, *, imports: bool) -> None:
     """Raise `CorruptStateError` where the charge of a round differs from its spec."""
     try:
         run = ledger_entry.build_run(imports=imports)
     except SpecError:  # of an algorithm that is not installed here, or may not be imported
         return
-    accountant = run.algorithm.accountant(ledger_entry.index)
-    image, spent = LearnerSnapshot.read_from_log(log, LearnerSnapshot.collect_named_objects(run)), 0.0
-    if image is not None:
-        for records in array("I", image.record_counts):
-            spent += accountant.next_loss()
-            accountant.advance(records)
-        spent += accountant.next_loss()
+    spent = np.cumsum(run.algorithm.accountant(ledger_entry.index).losses(_read_record_counts(run, log)))
     for entry in log.entries_after_snapshot:
-        if entry.kind in (EntryKind.ROUND, EntryKind.CLOSE) and entry.round > 0:
-            accountant.advance(RoundPayload.decode(entry.body).records)
-        if entry.kind is EntryKind.ROUND:
-            spent += accountant.next_loss()
-            if entry.epsilon_spent != spent:
-                raise CorruptStateError(
-                    f"entry {entry.sequence} of the log of run {ledger_entry.run_id!r} charges "
-                    f"{entry.epsilon_spent:.6g} by round {entry.round}, "
-                    f"and its spec asks for {spent:.6g}: it was written by another version, or was changed"
-                )
+        if entry.kind is EntryKind.ROUND and entry.epsilon_spent != spent[entry.round]:
+            raise CorruptStateError(
+                f"entry {entry.sequence} of the log of run {ledger_entry.run_id!r} charges "
+                f"{entry.epsilon_spent:.6g} by round {entry.round}, "
+                f"and its spec asks for {spent[entry.round]:.6g}: it was written by another version, or was changed"
+            )
+
+
+def _compute_renyi(ledger_entry: LedgerEntry, log: LogContents | None) -> FloatArray:
+    """Compute the Renyi divergences `(orders,)` of the open run; those of its pure loss where its algorithm is not known here."""
+    pure = PURE.loss(ledger_entry.epsilon_spent).renyi
+    if log is None or not log.rounds_committed:
+        return pure
+    try:
+        run = ledger_entry.build_run(imports=False)
+        counts = _read_record_counts(run, log)
+        return np.minimum(pure, run.algorithm.accountant(ledger_entry.index).total_renyi(counts))
+    except (SpecError, CorruptStateError):  # not installed, may not be imported, or of another version
+        return pure
+
+
+def _round_up(renyi: FloatArray) -> list[float]:
+    """Round to five digits, and never below the number."""
+    return [float(f"{1.0001 * each:.5g}") for each in renyi.tolist()]
 
 
 def _repair_files(files: LearnerPaths, stored_state: StoredState, reason: str, charge: float | None) -> Repair:

@@ -488,6 +488,9 @@ class LearnerStatus(_message.Message):
     VIOLATION_COUNT_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
     RECORDS_WAITING_FIELD_NUMBER: _builtins.int
+    EPSILON_CHARGED_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    OWNER_DELTA_FIELD_NUMBER: _builtins.int
     learner: _builtins.str
     run_id: _builtins.str
     state: Global___LearnerState.ValueType
@@ -498,8 +501,9 @@ class LearnerStatus(_message.Message):
     messages_sent: _builtins.int
     bytes_sent: _builtins.int
     epsilon_spent: _builtins.float
-    """Epsilon of all messages of this run so far, and the run's limit (absent: none)."""
+    """Pure epsilon of all messages of this run so far."""
     epsilon_budget: _builtins.float
+    """The run's limit at `delta` (absent: none)."""
     detail: _builtins.str
     """Why the learner stopped. Never depends on records."""
     noise_is_not_private: _builtins.bool
@@ -509,7 +513,7 @@ class LearnerStatus(_message.Message):
     they were learned.
     """
     epsilon_other_runs: _builtins.float
-    """Epsilon spent in other runs, and the owner's limit for all runs together (absent: none)."""
+    """Epsilon of other runs at `owner_delta`, and the owner's limit for all runs together (absent: none)."""
     epsilon_owner_budget: _builtins.float
     rounds_committed: _builtins.int
     """Number of rounds whose message is in the write-ahead log, and so charged and possibly sent: `rounds_done` or one more."""
@@ -518,6 +522,10 @@ class LearnerStatus(_message.Message):
     records: _builtins.int
     """Number of records accepted, and of those that wait for their round."""
     records_waiting: _builtins.int
+    epsilon_charged: _builtins.float
+    """Epsilon of all messages of this run so far at `delta`, as it counts against the run's limit. Delta 0: pure epsilon."""
+    delta: _builtins.float
+    owner_delta: _builtins.float
     def __init__(
         self,
         *,
@@ -539,10 +547,13 @@ class LearnerStatus(_message.Message):
         violation_count: _builtins.int = ...,
         records: _builtins.int = ...,
         records_waiting: _builtins.int = ...,
+        epsilon_charged: _builtins.float = ...,
+        delta: _builtins.float = ...,
+        owner_delta: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_owner_budget", b"_epsilon_owner_budget", "_prequential_accuracy", b"_prequential_accuracy", "epsilon_budget", b"epsilon_budget", "epsilon_owner_budget", b"epsilon_owner_budget", "prequential_accuracy", b"prequential_accuracy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_owner_budget", b"_epsilon_owner_budget", "_prequential_accuracy", b"_prequential_accuracy", "bytes_sent", b"bytes_sent", "detail", b"detail", "epsilon_budget", b"epsilon_budget", "epsilon_other_runs", b"epsilon_other_runs", "epsilon_owner_budget", b"epsilon_owner_budget", "epsilon_spent", b"epsilon_spent", "learner", b"learner", "messages_sent", b"messages_sent", "noise_is_not_private", b"noise_is_not_private", "prequential_accuracy", b"prequential_accuracy", "records", b"records", "records_waiting", b"records_waiting", "rounds_committed", b"rounds_committed", "rounds_done", b"rounds_done", "rounds_with_data", b"rounds_with_data", "run_id", b"run_id", "state", b"state", "violation_count", b"violation_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_owner_budget", b"_epsilon_owner_budget", "_prequential_accuracy", b"_prequential_accuracy", "bytes_sent", b"bytes_sent", "delta", b"delta", "detail", b"detail", "epsilon_budget", b"epsilon_budget", "epsilon_charged", b"epsilon_charged", "epsilon_other_runs", b"epsilon_other_runs", "epsilon_owner_budget", b"epsilon_owner_budget", "epsilon_spent", b"epsilon_spent", "learner", b"learner", "messages_sent", b"messages_sent", "noise_is_not_private", b"noise_is_not_private", "owner_delta", b"owner_delta", "prequential_accuracy", b"prequential_accuracy", "records", b"records", "records_waiting", b"records_waiting", "rounds_committed", b"rounds_committed", "rounds_done", b"rounds_done", "rounds_with_data", b"rounds_with_data", "run_id", b"run_id", "state", b"state", "violation_count", b"violation_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__epsilon_budget: _TypeAlias = _typing.Literal["epsilon_budget"]  # noqa: Y015
     _WhichOneofArgType__epsilon_budget: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget"]  # noqa: Y015
@@ -580,8 +591,10 @@ class GetLedgerResponse(_message.Message):
 
     ENTRIES_FIELD_NUMBER: _builtins.int
     OWNER_BUDGET_FIELD_NUMBER: _builtins.int
+    OWNER_DELTA_FIELD_NUMBER: _builtins.int
     owner_budget: _builtins.float
-    """The owner's limit for all runs together; absent: none."""
+    """The owner's limit for all runs together (absent: none), and the delta at which it holds (0: pure epsilon)."""
+    owner_delta: _builtins.float
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___LedgerEntry]:
         """By run id."""
@@ -591,10 +604,11 @@ class GetLedgerResponse(_message.Message):
         *,
         entries: _abc.Iterable[Global___LedgerEntry] | None = ...,
         owner_budget: _builtins.float | None = ...,
+        owner_delta: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_owner_budget", b"_owner_budget", "owner_budget", b"owner_budget"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner_budget", b"_owner_budget", "entries", b"entries", "owner_budget", b"owner_budget"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner_budget", b"_owner_budget", "entries", b"entries", "owner_budget", b"owner_budget", "owner_delta", b"owner_delta"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__owner_budget: _TypeAlias = _typing.Literal["owner_budget"]  # noqa: Y015
     _WhichOneofArgType__owner_budget: _TypeAlias = _typing.Literal["_owner_budget", b"_owner_budget"]  # noqa: Y015
@@ -616,6 +630,7 @@ class LedgerEntry(_message.Message):
     N_FEATURES_FIELD_NUMBER: _builtins.int
     ROUNDS_COMMITTED_FIELD_NUMBER: _builtins.int
     EPSILON_SPENT_FIELD_NUMBER: _builtins.int
+    RENYI_FIELD_NUMBER: _builtins.int
     learner: _builtins.str
     run_id: _builtins.str
     algorithm: _builtins.str
@@ -626,6 +641,10 @@ class LedgerEntry(_message.Message):
     rounds_committed: _builtins.int
     """Number of rounds in the write-ahead log, and the epsilon charged for them."""
     epsilon_spent: _builtins.float
+    @_builtins.property
+    def renyi(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their Renyi divergences at the fixed list of orders, for epsilon at a delta."""
+
     def __init__(
         self,
         *,
@@ -637,10 +656,11 @@ class LedgerEntry(_message.Message):
         n_features: _builtins.int = ...,
         rounds_committed: _builtins.int = ...,
         epsilon_spent: _builtins.float = ...,
+        renyi: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "epsilon_spent", b"epsilon_spent", "index", b"index", "learner", b"learner", "n_features", b"n_features", "rounds_committed", b"rounds_committed", "run_id", b"run_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "epsilon_spent", b"epsilon_spent", "index", b"index", "learner", b"learner", "n_features", b"n_features", "renyi", b"renyi", "rounds_committed", b"rounds_committed", "run_id", b"run_id", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
