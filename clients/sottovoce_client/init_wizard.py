@@ -62,6 +62,7 @@ class InitOptions:
         partition: Key of `PARTITIONS`.
         scale: One of `SCALES`.
         epsilon: Epsilon per record.
+        delta: Delta of epsilon; 0: it is pure.
         rounds: Maximum number of rounds.
         name: Name of the run.
     """
@@ -76,6 +77,7 @@ class InitOptions:
     partition: str | None = None
     scale: str | None = None
     epsilon: float | None = None
+    delta: float = 0.0
     rounds: int | None = None
     name: str | None = None
 
@@ -155,11 +157,14 @@ def draft_spec(
         )
     )
     n_learners = _count_learners(document)
-    document |= {"topology": {"graph": _choose_graph(n_learners)}, "privacy": {"budget": epsilon}}
+    document |= {
+        "topology": {"graph": _choose_graph(n_learners)},
+        "privacy": {"budget": epsilon, "delta": options.delta},
+    }
     document |= {"capture": "relay"} if n_learners > 1 else {"capture": "none", "telemetry": {"predict": True}}
-    spec = propose_spec(document, dataset, epsilon, rounds)
+    spec = propose_spec(document, dataset, epsilon, rounds, delta=options.delta)
     placement = place_data(spec, dataset)
-    spent = max(compute_epsilons(build_run(spec, placement.n_features), placement, unit="record"))
+    spent = max(compute_epsilons(build_run(spec, placement.n_features), placement, "record", options.delta))
     unused = max(len(own.labels) - int(own.offsets[-2]) for own in placement.learners)
     text = "\n".join(_lines(spec, options, folder, table, placement, (spent, unused, unscaled))) + "\n"
     similar = describe_similar_labels(dataset.class_names)
@@ -405,7 +410,10 @@ def _lines(
     counts = format_count(low) if low == high else f"{format_count(low)} to {format_count(high)}"
     yield f"# Written by `sottovoce init` for {options.file.name}. All fields are described in docs/spec.md."
     yield f"# One record is learned once and costs at most epsilon {format_number(spent)}, of the requested {budget:g}."
-    yield "# The guarantee is pure differential privacy: it holds at delta 0, and so at any other delta."
+    if spec.privacy.delta:
+        yield f"# The guarantee is approximate differential privacy, at delta {spec.privacy.delta:g}."
+    else:
+        yield "# The guarantee is pure differential privacy: it holds at delta 0, and so at any other delta."
     yield "#"
     yield "# Next:"
     for command in list_next_commands("THIS_FILE"):
@@ -452,7 +460,8 @@ def _lines(
     if options.schema is None:
         yield f"  scale: {spec.data.scale}"
     yield ""
-    yield f"privacy: {{budget: {_flow(budget)}}}  # a learner that would exceed it stops sending"
+    privacy = {"budget": budget, **({"delta": spec.privacy.delta} if spec.privacy.delta else {})}
+    yield f"privacy: {_flow(privacy)}  # a learner that would exceed it stops sending"
     yield f"capture: {spec.capture}  # relay: an eavesdropper records every edge, for an audit; none: no capture"
     if spec.telemetry.predict:
         yield "# A single learner sends no messages to capture: its predictions give the accuracy."

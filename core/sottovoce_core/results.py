@@ -50,8 +50,9 @@ class Facts:
         algorithm: name of the algorithm.
         threat_model: adversaries that the guarantee covers; None: none.
         epsilon_paper: by the paper's own formula, largest over the learners; infinite: no guarantee.
-        epsilon_record_use: tight, of one use of one record, likewise; the sum over the learners where they share their records.
+        epsilon_record_use: tight, of one use of one record, likewise; of all learners where they share their records.
         epsilon_record: tight, of the record that costs most in all its uses.
+        delta: delta of both tight epsilons, that of the spec's `privacy`; 0: they are pure.
         floats: numbers in the message of a round.
         rounds: number of rounds of the run.
         learners: names of the learners.
@@ -71,6 +72,7 @@ class Facts:
     learners: tuple[str, ...]
     spec_yaml: str
     rounds_per_s: float | None = None
+    delta: float = 0.0
 
     @property
     def setting(self) -> str:
@@ -99,13 +101,14 @@ def collect_facts(
         algorithm=run.algorithm.name,
         threat_model=threat,
         epsilon_paper=max(float(each.paper_epsilon[-1]) for each in guarantees),
-        epsilon_record_use=combine_costs(costs, "record_use"),
-        epsilon_record=combine_costs(costs, "record"),
+        epsilon_record_use=combine_costs(costs, "record_use", run.spec.privacy.delta),
+        epsilon_record=combine_costs(costs, "record", run.spec.privacy.delta),
         floats=sum(math.prod(shape) for shape in run.field_shapes.values()),
         rounds=run.spec.rounds,
         learners=run.spec.names,
         spec_yaml=dump_spec(run.spec),
         rounds_per_s=rounds_per_s,
+        delta=run.spec.privacy.delta,
     )
 
 

@@ -58,7 +58,7 @@ def test_a_run_that_fits_is_told_clause_by_clause() -> None:
 
 def test_a_limit_of_all_runs_that_this_run_alone_reaches_is_told_with_the_round() -> None:
     _, text = checked(spec_of(), Policy(epsilon_per_run=None, epsilon_per_month=3.0, epsilon=1000.0))
-    losses = build_run(spec_of(), 31).planned_losses(0, 10)
+    losses = (run := build_run(spec_of(), 31)).algorithm.accountant(0).losses(run.planned_counts(0))
     t = int(np.flatnonzero(np.cumsum(losses) > 3.0)[0])
     assert 0 < t < 10
     assert f"this run alone reaches epsilon 3 in 30 days: it sends no message from round {t} of 10 on" in text

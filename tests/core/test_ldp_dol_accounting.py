@@ -580,7 +580,7 @@ def test_guarantee_is_the_accountant_over_the_plan() -> None:
     assert promised.round_losses[2] > 0 == promised.round_losses[1]
     assert (promised.basis.mode, promised.basis.threat_model) == ("best", ThreatModel.WIRE)
     assert (promised.mechanism, promised.adjacency, promised.has_shared_records) == (
-        Mechanism.laplace(2),
+        Mechanism.laplace(3),
         Adjacency.RECORD_USE,
         False,
     )

@@ -183,7 +183,7 @@ def _graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_fields_are_found() -> None:
-    assert len(FIELDS) > 120 and len(OF_POLICY) == 7
+    assert len(FIELDS) > 120 and len(OF_POLICY) == 8
     for place in (
         ".algorithm[ldp-dol].sigma",
         ".algorithm[dola].noise[CalibratedNoise].epsilon",
@@ -206,7 +206,7 @@ def test_a_refusal_states_what_the_value_does_not_meet(place: str) -> None:
 
 @pytest.mark.parametrize("place", OF_POLICY)
 def test_so_does_a_policy(place: str, tmp_path: Path) -> None:
-    for value in VALUES:
+    for value in (each for each in VALUES if not (place == ".delta" and each == 0)):  # pure
         written = {math.inf: ".inf", -math.inf: "-.inf"}.get(value, value) if isinstance(value, float) else value
         path = tmp_path / "policy.yaml"
         path.write_text(f"{place[1:]}: {'.nan' if value != value else written}\n", encoding="utf-8")

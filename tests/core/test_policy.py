@@ -21,6 +21,7 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.privacy.accountant import PrecomputedAccountant
 from sottovoce_core.privacy.guarantee import Adjacency, GuaranteeBasis, ThreatModel
 from sottovoce_core.runs import policy as module
+from sottovoce_core.runs import run as runs
 from sottovoce_core.runs.policy import MAX_POLICY_BYTES, GuaranteeRequirements, Policy
 from sottovoce_core.runs.run import build_run
 from sottovoce_core.spec import RunSpec, parse_spec
@@ -248,13 +249,13 @@ def test_the_planned_price_is_that_of_the_guarantee() -> None:
     run = small_run(30, data={"batch_size": 4}, offline_intervals=[{"learner": "learner-1", "first_round": 20}])
     for i in range(3):
         counts = 4 * run.participation(i).mask().astype(np.int64)
-        assert run.planned_epsilon(i, 1000) == pytest.approx(run.guarantee(i, counts).epsilon(), rel=1e-12)
-        assert run.planned_epsilon(i, 10) == pytest.approx(run.guarantee(i, counts).epsilon(10), rel=1e-12)
+        assert run.planned_loss(i).epsilon() == pytest.approx(run.guarantee(i, counts).epsilon(), rel=1e-12)
+        assert run.planned_counts(i, 10).tolist() == counts[:10].tolist()
 
 
 def test_of_a_long_run_only_the_first_rounds_are_priced(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it goes on the limit holds in any case: a check that takes minutes helps nobody."""
-    monkeypatch.setattr(module, "MAX_ACCOUNTED_ROUNDS", 8)
+    monkeypatch.setattr(runs, "MAX_ACCOUNTED_ROUNDS", 8)
     Policy(epsilon_per_run=LOSS * 8).admit(promising(10), 3, 0)
     assert refused(Policy(epsilon_per_run=LOSS * 7), promising(10)).endswith("the spec asks for 2" + WEIGHED)
 

@@ -15,6 +15,7 @@ from sottovoce_client.cli.app import (
     SpecFile,
     WarningPrinter,
     app,
+    make_number_option,
     make_results_folder,
     make_results_option,
 )
@@ -37,6 +38,22 @@ def sweep(
     vary_data: Annotated[
         bool, typer.Option("--vary-data", help="Partition the records anew for each seed, besides the noise.")
     ] = False,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="Calibrate the noise of every combination to this epsilon of one use of a record first.",
+            show_default="the noise of the spec",
+        ),
+    ] = None,
+    delta: Annotated[
+        float,
+        make_number_option(
+            min_value=0.0,
+            max_value=1.0,
+            help="Delta of the target, and of the epsilons in the results.",
+            show_default="that of the spec",
+        ),
+    ] = 0.0,
     backend: BackendName = "processes",
     jobs: Annotated[
         int | None, typer.Option(min=1, max=MAX_JOBS, help="Number of concurrent jobs.", show_default="one per core")
@@ -59,7 +76,8 @@ def sweep(
     field_values = dict(listed)
     if len(field_values) < len(listed):
         raise SpecError(f"--set must name each field once, with all its values, got {', '.join(changes)}")
-    options: dict[str, Any] = {"seed": seed, "vary_data": vary_data, "backend": backend, "jobs": jobs}
+    options: dict[str, Any] = {"seed": seed, "vary_data": vary_data, "target": target, "delta": delta}
+    options |= {"backend": backend, "jobs": jobs}
     experiment = load(spec)
     folder = make_results_folder("sweep", out, RESULT_FILE_NAMES)
     with terminal.show_progress_bar("simulating") as report:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -21,6 +21,9 @@ from sottovoce_client.cli.app import (
 )
 from sottovoce_client.cli.common_options import get_common_options
 from sottovoce_core.errors import SpecError
+
+if TYPE_CHECKING:
+    from sottovoce_core.spec import RunSpec
 
 
 @app.command(rich_help_panel="Privacy", common_options=("as_json", "allow_imports"))
@@ -153,7 +156,11 @@ _FIT, _TRADE = "Write a spec calibrated to a budget", "Find the level that balan
 def budget(
     spec: SpecFile,
     delta: Annotated[
-        float | None, typer.Option(help="Also epsilon at this delta; with --target: the target's delta.")
+        float | None,
+        typer.Option(
+            help="Also epsilon at this delta; with --target and --tradeoff: the delta of their epsilons.",
+            show_default="that of the spec",
+        ),
     ] = None,
     learner: Annotated[
         list[str] | None, typer.Option(help="Show this learner; repeat for several.", show_default="all")
@@ -293,17 +300,15 @@ def budget(
     if target and tradeoff is not None:
         raise SpecError("--target writes a spec and --tradeoff simulates at several levels: give one of the two")
     if tradeoff is not None:
-        _require_absent("--tradeoff", report_options | live_options | fit_options)
-        raise typer.Exit(_report_tradeoff(spec, parse_privacy_levels(tradeoff, 3, "--tradeoff"), out, **trade))
+        _require_absent("--tradeoff", {**report_options, "--delta": None} | live_options | fit_options)
+        levels = parse_privacy_levels(tradeoff, 3, "--tradeoff")
+        raise typer.Exit(_report_tradeoff(spec, levels, delta, out, **trade))
     if target:
         from sottovoce_client.privacy.calibrate import parse_horizon, parse_target, write_calibrated_spec
-        from sottovoce_core.budget.composition import require_delta
 
         _require_absent("--target", {**report_options, "--delta": None} | tradeoff_options)
         requested, horizon_rounds = load_spec(spec), parse_horizon(horizon)
-        wanted = parse_target(
-            requested, target, horizon_rounds, per or "record_use", 0.0 if delta is None else require_delta(delta)
-        )
+        wanted = parse_target(requested, target, horizon_rounds, per or "record_use", _choose_delta(delta, requested))
         write_calibrated_spec(spec, prepare_for_accounting(requested, rounds, records, horizon_rounds), wanted, out)
         return
     _require_absent("", fit_options, "--target")
@@ -314,7 +319,19 @@ def budget(
     prepared = prepare_for_accounting(load_spec(spec), rounds, records)
     rate = (1.0 if records is None else records) if prepared.run.spec.data.is_live else None
     folder = make_results_folder("budget", out, ["budget.json", "budget.html"])
-    raise typer.Exit(show(prepared, folder, learner or [], BudgetRequest(delta, group_size, per_record, rate)))
+    shown_delta = _choose_delta(delta, prepared.run.spec) or None
+    raise typer.Exit(show(prepared, folder, learner or [], BudgetRequest(shown_delta, group_size, per_record, rate)))
+
+
+def _choose_delta(delta: float | None, spec: RunSpec) -> float:
+    """Return the delta of the option, or else that of the spec.
+
+    Raises:
+        SpecError: The option is not above 0 and below 1.
+    """
+    from sottovoce_core.budget.composition import require_delta
+
+    return spec.privacy.delta if delta is None else require_delta(delta)
 
 
 def _require_absent(option: str, options: Mapping[str, object], required: str = "") -> None:
@@ -328,7 +345,9 @@ def _require_absent(option: str, options: Mapping[str, object], required: str = 
         raise SpecError(f"{given[0]} {problem}")
 
 
-def _report_tradeoff(spec: Path, epsilons: tuple[float, ...], out: Path | None, **given: Any) -> int:
+def _report_tradeoff(
+    spec: Path, epsilons: tuple[float, ...], delta: float | None, out: Path | None, **given: Any
+) -> int:
     """Find the best privacy level; return the exit code."""
     from sottovoce_client.privacy.tradeoff import TradeoffRequest, report_tradeoff
     from sottovoce_core.budget.tradeoff import Utility
@@ -337,5 +356,6 @@ def _report_tradeoff(spec: Path, epsilons: tuple[float, ...], out: Path | None, 
     if weights := given.pop("weights", None):
         given["utility"] = Utility(*weights)
     prepared = prepare_run(load_spec(spec))
+    given["delta"] = _choose_delta(delta, prepared.run.spec)
     folder = make_results_folder("tradeoff", out, ["tradeoff.json", "tradeoff.html"])
     return report_tradeoff(prepared, folder, TradeoffRequest(epsilons, **given))

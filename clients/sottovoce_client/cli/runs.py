@@ -20,6 +20,7 @@ from sottovoce_client.cli.app import (
     SpecFile,
     WarningPrinter,
     app,
+    make_number_option,
     make_results_folder,
     make_results_option,
     prepare_run,
@@ -264,6 +265,22 @@ def compare(
         int, typer.Option(min=1, max=MAX_COUNT, help="Independent repetitions of each, side by side.")
     ] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="Calibrate the noise of every spec to this epsilon of one use of a record first.",
+            show_default="the noise of the spec",
+        ),
+    ] = None,
+    delta: Annotated[
+        float,
+        make_number_option(
+            min_value=0.0,
+            max_value=1.0,
+            help="Delta of the target, and of the epsilons in the results.",
+            show_default="that of the spec",
+        ),
+    ] = 0.0,
     export: ExportFormats = "",
 ) -> None:
     """Run several specs in the simulator and show the results in one table.
@@ -280,7 +297,16 @@ def compare(
         raise SpecError("compare requires specs, or --all-algorithms")
     folder = make_results_folder("compare", out, [*RESULT_FILE_NAMES, "compare.md", "compare.html"])
     raise typer.Exit(
-        compare_to_folder(sources, WarningPrinter(), folder, replicas=replicas, seed=seed, export_formats=formats)
+        compare_to_folder(
+            sources,
+            WarningPrinter(),
+            folder,
+            replicas=replicas,
+            seed=seed,
+            target=target,
+            delta=delta,
+            export_formats=formats,
+        )
     )
 
 

@@ -10,7 +10,15 @@ from typing import Annotated, Any, Literal
 import typer
 
 from sottovoce_client.cli import completion
-from sottovoce_client.cli.app import MAX_COUNT, app, data_app, make_address_option, prepare_run, spec_app
+from sottovoce_client.cli.app import (
+    MAX_COUNT,
+    app,
+    data_app,
+    make_address_option,
+    make_number_option,
+    prepare_run,
+    spec_app,
+)
 from sottovoce_client.cli.common_options import get_common_options
 from sottovoce_core.errors import SpecError
 from sottovoce_core.text import escape_control
@@ -57,6 +65,9 @@ def init(
         ),
     ] = None,
     epsilon: Annotated[float | None, typer.Option(help="Maximum epsilon of a record.", show_default="2")] = None,
+    delta: Annotated[
+        float, make_number_option(min_value=0.0, max_value=1.0, help="Delta of epsilon; 0: it is pure.")
+    ] = 0.0,
     rounds: Annotated[
         int | None, typer.Option(min=2, max=MAX_COUNT, help="Maximum number of rounds.", show_default="6")
     ] = None,
@@ -93,13 +104,13 @@ def init(
             "--schema": schema,
         }
         spec_options |= {"--learners": learners, "--partition": partition, "--scale": scale, "--epsilon": epsilon}
-        spec_options |= {"--rounds": rounds, "--name": name}
+        spec_options |= {"--delta": delta or None, "--rounds": rounds, "--name": name}
         if given := [option for option, value in spec_options.items() if value is not None]:
             raise SpecError(f"--schema-only drafts a schema, not a spec, and does not go with {', '.join(given)}")
         schemas.infer(file, label, out)
         return
     from sottovoce_client.atomic_files import create_file, require_new
-    from sottovoce_client.formatting import pluralize
+    from sottovoce_client.formatting import format_epsilon, pluralize
     from sottovoce_client.init_wizard import InitOptions, draft_spec, list_next_commands
     from sottovoce_client.terminal import ignore_progress, print_json, print_notice
 
@@ -115,6 +126,7 @@ def init(
         partition=partition,
         scale=scale,
         epsilon=epsilon,
+        delta=delta,
         rounds=rounds,
         name=name,
     )
@@ -136,7 +148,7 @@ def init(
                 "spec": path,
                 "algorithm": spec.algorithm.name,
                 "epsilon": draft.epsilon,
-                "delta": 0.0,
+                "delta": delta,
                 "rounds": spec.rounds,
                 "learners": spec.names,
                 "batch_size": spec.data.batch_size,
@@ -145,7 +157,7 @@ def init(
         )
         return
     size = f"{pluralize(spec.n_learners, 'learner')}, {pluralize(spec.rounds, 'round')}"
-    typer.echo(f"{path}: {spec.algorithm.name}, {size}; epsilon {draft.epsilon:.4g} per record")
+    typer.echo(f"{path}: {spec.algorithm.name}, {size}; epsilon {format_epsilon(draft.epsilon, delta)} per record")
     if draft.unused_records and spec.data.batch_size != "all":
         typer.echo(
             f"note: up to {draft.unused_records:,} records of a learner are not learned: all batches are full (batch_size)"

@@ -49,6 +49,7 @@ class TradeoffRequest:
 
     Attributes:
         epsilons: Levels to simulate at, per record use over the whole run, of the learner that spends most.
+        delta: Delta of the levels; 0: they are pure.
         metric: Metric of `sottovoce_core.runs.metrics` that measures the loss of accuracy; or `error`.
         utility: Utility of privacy.
         threshold: c3, the largest acceptable loss of accuracy (None: that of the fitted curve at the smallest level).
@@ -64,6 +65,7 @@ class TradeoffRequest:
     ceiling: float | None = None
     replicas: int = 20
     seed: int = 0
+    delta: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ def _measure(
 ) -> _Measurement:
     """Simulate with the noise of one level; `report` is called with the progress."""
     spec, data = prepared.run.spec, prepared.data
-    found = calibrate(spec, data, BudgetTarget((epsilon,) * spec.n_learners))
+    found = calibrate(spec, data, BudgetTarget((epsilon,) * spec.n_learners, delta=trade.delta))
     run = build_run(found.spec, data.n_features)
     metrics = Metrics(run, data, checkpoints=(spec.rounds,))
     for step in simulate_rounds(run, data, SeededNoise(trade.seed), trade.replicas):
@@ -162,6 +164,7 @@ def _document(spec: RunSpec, answer: _Result, trade: TradeoffRequest) -> dict[st
         "name": spec.name,
         "algorithm": spec.algorithm.name,
         "metric": trade.metric,  # measures the loss of accuracy
+        "delta": trade.delta,  # of all epsilons
         "replicas": trade.replicas,
         "seed": trade.seed,
         "measurements": answer.measurements,

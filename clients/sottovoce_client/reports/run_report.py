@@ -320,10 +320,18 @@ def _promise(summary: RunSummary) -> str:
                 (each.epsilon_record for each in summary.learners), has_shared_records=promise.shared
             )
             epsilons += f", {format_number(record)} per record in all its uses"
+        if promise.record_use_at_delta is not None and promise.record_at_delta is not None:
+            label = LEVEL_LABELS["record" if single else "record_use"]
+            at_delta = f"ε = {format_number(promise.record_use_at_delta)} {label}"
+            if not single:
+                at_delta += f", {format_number(promise.record_at_delta)} per record in all its uses"
+            epsilons = f"{at_delta}, at delta {promise.delta:g} (at delta 0: {epsilons})"
         together = ", all learners together, for they share their records" if promise.shared else ""
         sentences = [
             f"{epsilons}, against {_OBSERVERS[promise.threat_model]}{together}.",
-            _meaning(summary.epsilon_record_use),
+            _meaning(summary.epsilon_record_use)
+            if promise.record_use_at_delta is None
+            else _meaning(promise.record_use_at_delta, promise.delta),
         ]
     elif promise.output is None:
         sentences = ["Nothing: ε is infinite for an observer of the messages."]
@@ -332,11 +340,19 @@ def _promise(summary: RunSummary) -> str:
     return " ".join(sentences)
 
 
-def _meaning(epsilon: float) -> str:
-    """State the strongest belief of an observer that began with even odds: `e^epsilon / (1 + e^epsilon)`."""
-    sure = 1.0 / (1.0 + math.exp(-epsilon))
+def _meaning(epsilon: float, delta: float = 0.0) -> str:
+    """State the strongest belief of an observer that began with even odds, `e^epsilon / (1 + e^epsilon)`.
+
+    At a delta, a belief has no bound; the share of right guesses is at most `(e^epsilon + delta) / (1 + e^epsilon)`.
+    """
+    sure = (1.0 + delta * math.exp(-epsilon)) / (1.0 + math.exp(-epsilon))
     if sure > _NEARLY_SURE:
         return "This rules out almost no conclusion about a record."
+    if delta:
+        return (
+            "An observer who finds two values of a record equally likely before the run, and guesses which of them it is, is "
+            f"right in at most {format_percent(sure)} of all runs."
+        )
     return (
         "An observer who finds two values of a record equally likely before the run can become at most "
         f"{format_percent(sure)} sure of one of them."

@@ -21,6 +21,7 @@ from sottovoce_client.reports.page import Page, PageColumn, PageTable
 from sottovoce_client.reports.plot_elements import PALETTE
 from sottovoce_client.runs.plot import export_files, make_curve_line, make_figure
 from sottovoce_client.runs.simulation import get_final_metrics
+from sottovoce_client.runs.sweep import equalise
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.experiment import Experiment, PreparedRun, load, require_count, resolve_experiment
@@ -46,6 +47,8 @@ HEADS = (
     "floats sent",
     "rounds/s",
 )
+_TIGHT = ("ε per record use", "ε per record")
+"""Columns whose epsilons are at the delta of the spec."""
 _TEXT_COLUMN_COUNT = 3
 """Number of leading text columns; the others are numbers."""
 _OPTIONAL_COLUMNS = (
@@ -107,6 +110,8 @@ def compare_to_folder(
     *,
     replicas: int,
     seed: int,
+    target: float | None = None,
+    delta: float = 0.0,
     export_formats: Sequence[str] = (),
     console: Console | None = None,
 ) -> int:
@@ -120,6 +125,8 @@ def compare_to_folder(
         folder: Output folder.
         replicas: Repetitions of each spec, which differ in their noise alone.
         seed: Seed of the noise, the same for each spec.
+        target: Epsilon of one use of a record to which the noise of every spec is calibrated; None: as it is.
+        delta: Delta of the target and of the epsilons in the table; 0: those of the specs.
         export_formats: Formats of the files for papers.
         console: Console of the table.
     """
@@ -128,7 +135,7 @@ def compare_to_folder(
     names = make_spec_names([source for source, _ in sources])
     for k, ((source, load_one), name) in enumerate(zip(sources, names, strict=True), 1):
         try:
-            experiment = load_one()
+            experiment = equalise(load_one(), target, delta)
             first = first or experiment
             _require_same_records(experiment.data, first.data)
             with terminal.show_progress_bar(title := f"spec {k} of {len(sources)}, {source}") as report:
@@ -150,7 +157,9 @@ def compare_to_folder(
         code = terminal.attempt(str(page), lambda: make_compare_page(results).write(page))
         written = [*RESULT_FILE_NAMES, "compare.md", *(() if code else ("compare.html",))]
         console.out(f"{folder}: {', '.join(written)}", highlight=False)
-        paper = Table.from_rows(_PAPER, [[row[HEADS.index(head)] for head in _PAPER] for row in _rows(results)])
+        columns = [HEADS.index(head) for head in _PAPER]
+        heads = _list_heads(results)
+        paper = Table.from_rows([heads[k] for k in columns], [[row[k] for k in columns] for row in _rows(results)])
         files = partial(export_files, folder, export_formats, results, _figures(results), paper)
         code = terminal.attempt("a file of --export", files) or code
         documents = [{**asdict(each.facts), "metrics": get_final_metrics(each.curves)} for each in runs]
@@ -198,6 +207,15 @@ def simulate_and_measure(
 # ---- output ----------------------------------------------------------------------------------------------------------
 
 
+def _list_heads(results: Results) -> tuple[str, ...]:
+    """Return the heads of the columns, with the delta of the epsilons."""
+    deltas = {each.facts.delta for each in results.runs}
+    if deltas == {0.0}:
+        return HEADS
+    at_delta = f", delta {deltas.pop():g}" if len(deltas) == 1 else ", at the spec's delta"
+    return tuple(head + at_delta * (head in _TIGHT) for head in HEADS)
+
+
 def _rows(results: Results) -> list[tuple[str, ...]]:
     return [_row(each) for each in results.runs]
 
@@ -229,12 +247,14 @@ def _final(result: Result, name: str, factor: float = 1.0) -> str:
 
 
 def _print_table(results: Results, console: Console) -> None:
+    heads = _list_heads(results)
+    optional_columns = [heads[HEADS.index(head)] for head in _OPTIONAL_COLUMNS]
     table, left_out = terminal.fit_table(
         console.width,
-        HEADS,
+        heads,
         _rows(results),
-        right_aligned=HEADS[_TEXT_COLUMN_COUNT:],
-        optional_columns=_OPTIONAL_COLUMNS,
+        right_aligned=heads[_TEXT_COLUMN_COUNT:],
+        optional_columns=optional_columns,
     )
     console.print(table)
     if left_out:
@@ -244,14 +264,21 @@ def _print_table(results: Results, console: Console) -> None:
 def format_markdown(results: Results) -> str:
     """Format the table as Markdown."""
     rule = ["---"] * _TEXT_COLUMN_COUNT + ["---:"] * (len(HEADS) - _TEXT_COLUMN_COUNT)
-    rows = [HEADS, rule, *([escape_control(cell).replace("|", "\\|") for cell in row] for row in _rows(results))]
+    rows = [
+        _list_heads(results),
+        rule,
+        *([escape_control(cell).replace("|", "\\|") for cell in row] for row in _rows(results)),
+    ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def make_compare_page(results: Results) -> Page:
     """Build the page: the table, and one figure per metric with a line per spec."""
     figures = _figures(results)
-    columns = [PageColumn(head, kind="text" if k < _TEXT_COLUMN_COUNT else "number") for k, head in enumerate(HEADS)]
+    columns = [
+        PageColumn(head, kind="text" if k < _TEXT_COLUMN_COUNT else "number")
+        for k, head in enumerate(_list_heads(results))
+    ]
     table = PageTable("results", "Algorithms side by side", columns, _rows(results))
     return Page("compare.html.j2", [table, *figures], {"figures": figures, "banded": len(results.runs) <= len(PALETTE)})
 

@@ -26,7 +26,7 @@ from sottovoce_client.runs.summary import (
 )
 from sottovoce_core.arrays import Batch, FloatArray, as_floats
 from sottovoce_core.auditing.worst_case_search import compute_worst_losses
-from sottovoce_core.budget.cost import LearnerCost
+from sottovoce_core.budget.cost import LearnerCost, PrivacyUnit, combine_costs
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import CaptureError, EquivocationError
 from sottovoce_core.experiment import PreparedRun
@@ -111,7 +111,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
         n_features=data.n_features,
         test_records=len(data.test_labels),
         edges=run.network.edges,
-        guarantee=_summarise_guarantee(run, outcome),
+        guarantee=_summarise_guarantee(run, data, outcome),
         learners=learners,
         disagreement=_compute_disagreement(predictions),
         central_accuracy=central,
@@ -196,8 +196,8 @@ def compute_central_accuracy(run: Run, data: PlacedData) -> float | None:
     return _accuracy(model.predict(test), data.test_labels)
 
 
-def _summarise_guarantee(run: Run, outcome: Outcome) -> GuaranteeSummary:
-    live = run.spec.data.is_live
+def _summarise_guarantee(run: Run, data: PlacedData, outcome: Outcome) -> GuaranteeSummary:
+    live, delta = run.spec.data.is_live, run.spec.privacy.delta
     rounds = max((1, *(status.rounds_committed for status in outcome.statuses)))
     guarantee = promised_by(run.algorithm.accountant(0), rounds) if live else run.guarantee(0)
     return GuaranteeSummary(
@@ -209,7 +209,25 @@ def _summarise_guarantee(run: Run, outcome: Outcome) -> GuaranteeSummary:
         constants=tuple((name, each.value, each.enforcement) for name, each in guarantee.basis.constants.items()),
         shared=guarantee.has_shared_records,
         output=None if guarantee.output_epsilon is None else float(guarantee.output_epsilon[-1]),
+        delta=delta,
+        record_use_at_delta=_compute_epsilon_at_delta(run, data, outcome, "record_use") if delta else None,
+        record_at_delta=_compute_epsilon_at_delta(run, data, outcome, "record") if delta else None,
     )
+
+
+def _compute_epsilon_at_delta(run: Run, data: PlacedData, outcome: Outcome, unit: PrivacyUnit) -> float | None:
+    """Compute epsilon of the committed messages at the spec's delta.
+
+    Of live records, of which each is learned once, it is what the learners charged; None if that is at another delta.
+    """
+    delta, statuses = run.spec.privacy.delta, outcome.statuses
+    if run.spec.data.is_live:
+        return max(each.epsilon_charged for each in statuses) if {each.delta for each in statuses} == {delta} else None
+    costs = [
+        LearnerCost(run, i, own, status.rounds_committed)
+        for i, (own, status) in enumerate(zip(data.learners, statuses, strict=True))
+    ]
+    return combine_costs(costs, unit, delta, has_distributions=False)
 
 
 def _read_capture(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSummary | None]:

@@ -194,6 +194,9 @@ class GuaranteeSummary:
         constants: Name and value of each constant, and what enforces it.
         output: Epsilon against an adversary that reads published decisions only, if it has a guarantee of its own.
         shared: Whether all learners hold the same records, so that their epsilons add up.
+        delta: Delta of the next two, that of the spec's `privacy`; 0: they are not stated.
+        record_use_at_delta, record_at_delta: Epsilon of one record use, and of the most expensive record in all its uses, against
+            an observer of all traffic, as learners charge it; None: not stated.
     """
 
     algorithm: str
@@ -204,6 +207,9 @@ class GuaranteeSummary:
     constants: tuple[tuple[str, float, str], ...]
     output: float | None = None
     shared: bool = False
+    delta: float = 0.0
+    record_use_at_delta: float | None = None
+    record_at_delta: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from sottovoce_client.backends import Backend, CountCallback, map_with_progress, open_mapper
 from sottovoce_client.terminal import ProgressReporter, ignore_progress
-from sottovoce_core.api import simulate
+from sottovoce_core.api import calibrate, simulate
 from sottovoce_core.auditing.worlds import ProgressCallback, discard_progress
 from sottovoce_core.data.catalogue import get_data_folders
 from sottovoce_core.errors import DataError, SpecError
@@ -47,6 +47,8 @@ def sweep(
     seed: int = 0,
     metrics: Sequence[str] | None = None,
     vary_data: bool = False,
+    target: float | None = None,
+    delta: float = 0.0,
     backend: Backend = "processes",
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -64,6 +66,8 @@ def sweep(
         seed: Seed of the noise.
         metrics: Names of metrics (default: all; see docs/metrics.md), each after the last round.
         vary_data: Whether each seed partitions the records anew.
+        target: Epsilon of one use of a record to which the noise of every combination is calibrated; None: as it is.
+        delta: Delta of the target and of the epsilons in the results (0: that of the spec).
         backend: `processes` of this machine; `ray` or `dask`; or the address of a cluster, `ray://…` or `dask://…`.
         jobs: Number of concurrent jobs (default: one for each core).
         progress: Called with the numbers of completed jobs and of all jobs.
@@ -88,7 +92,8 @@ def sweep(
     """
     return sweep_with_progress(
         lambda _: None, experiment, changes, replicas,
-        seed=seed, metrics=metrics, vary_data=vary_data, backend=backend, jobs=jobs, progress=progress,
+        seed=seed, metrics=metrics, vary_data=vary_data, target=target, delta=delta, backend=backend, jobs=jobs,
+        progress=progress,
     )  # fmt: skip
 
 
@@ -102,6 +107,8 @@ def sweep_with_progress(
     vary_data: bool,
     backend: Backend,
     jobs: int | None,
+    target: float | None = None,
+    delta: float = 0.0,
     metrics: Sequence[str] | None = None,
     progress: CountCallback | None = None,
     report: ProgressReporter = ignore_progress,
@@ -114,7 +121,7 @@ def sweep_with_progress(
     if vary_data and "data.seed" in changes:
         raise SpecError("data.seed must not be among the changes with vary_data, which changes it for each seed")
     settings = [dict(zip(changes, setting, strict=True)) for setting in itertools.product(*changes.values())]
-    each = [_apply_changes(experiment, setting, on_ready) for setting in settings]
+    each = [_apply_changes(experiment, setting, target, delta, on_ready) for setting in settings]
     job_lists = [
         _make_jobs(one, setting, replicas, seed, metrics, vary_data=vary_data)
         for one, setting in zip(each, settings, strict=True)
@@ -123,12 +130,32 @@ def sweep_with_progress(
     return Results(tuple(_join(list(itertools.islice(found, len(each)))) for each in job_lists))
 
 
+def equalise(experiment: Experiment, target: float | None, delta: float) -> Experiment:
+    """Return the experiment with its noise calibrated to epsilon `target` of one use of a record, and stated at a delta.
+
+    Args:
+        experiment: Experiment.
+        target: Epsilon; None: the noise stays as it is.
+        delta: Delta of both; 0: that of the spec.
+
+    Raises:
+        SpecError: The noise cannot be calibrated to it.
+    """
+    if delta:
+        experiment = experiment.replace(**{"privacy.delta": delta})
+    return experiment if target is None else calibrate(experiment, target, delta=experiment.privacy.delta)
+
+
 def _apply_changes(
-    experiment: Experiment, setting: Mapping[str, Any], on_ready: Callable[[PreparedRun], object]
+    experiment: Experiment,
+    setting: Mapping[str, Any],
+    target: float | None,
+    delta: float,
+    on_ready: Callable[[PreparedRun], object],
 ) -> Experiment:
     """Build the experiment of one combination and check it. Its records are not kept: every process would receive them."""
     try:
-        one = experiment.replace(**setting)
+        one = equalise(experiment.replace(**setting), target, delta)
         on_ready(prepare(one, folders=get_data_folders()))
     except (SpecError, DataError) as error:
         text = str(error).removeprefix("experiment: ")

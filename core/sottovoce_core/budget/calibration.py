@@ -64,25 +64,45 @@ class CalibrationResult:
     epsilons: tuple[float, ...]
 
 
-def calibrate(spec: RunSpec, data: PlacedData, target: BudgetTarget) -> CalibrationResult:
+def calibrate(
+    spec: RunSpec, data: PlacedData, target: BudgetTarget, *, has_distributions: bool = True
+) -> CalibrationResult:
     """Return the spec with the least noise that meets the budget, within `_TOLERANCE` below it.
 
     Args:
         spec: spec with noise to start from.
         data: its records; their numbers by round, and how often each is used, are public.
         target: the budget.
+        has_distributions: as of `LearnerCost.epsilon`; False: the target bounds what a learner itself charges.
 
     Raises:
         SpecError: epsilon is infinite, the target cannot be met, or a condition of the algorithm fails during the search.
     """
     targets = _targets(spec, target)
+    if not target.delta:
+        return _search(spec, data, target, targets, np.ones(len(targets)))
+    # Loss distributions are slow to compose, and mostly give a larger epsilon than Renyi divergences, which are tried first.
+    found = _search(spec, data, target, targets, np.ones(len(targets)), has_distributions=False)
+    return _search(spec, data, target, targets, np.array(found.factors)) if has_distributions else found
+
+
+def _search(
+    spec: RunSpec,
+    data: PlacedData,
+    target: BudgetTarget,
+    targets: FloatArray,
+    factors: FloatArray,
+    *,
+    has_distributions: bool = True,
+) -> CalibrationResult:
+    """Search from these factors on; arguments and errors as of `calibrate` and `LearnerCost.epsilon`."""
     has_one_scale = spec.algorithm.has_shared_noise_scale
-    factors, low, high = np.ones(len(targets)), np.zeros(len(targets)), np.full(len(targets), math.inf)
+    low, high = np.zeros(len(targets)), np.full(len(targets), math.inf)
     before: tuple[FloatArray, FloatArray] | None = None
     spent = factors
     for _ in range(MAX_CALIBRATION_STEPS):
         scaled, run = _scale_noise(spec, data, factors)
-        spent = _compute_spent(run, data, target)
+        spent = _compute_spent(run, data, target, has_distributions=has_distributions)
         _require_finite(run, target, spent)
         ratio = spent / targets
         if has_one_scale:
@@ -100,11 +120,12 @@ def calibrate(spec: RunSpec, data: PlacedData, target: BudgetTarget) -> Calibrat
 def compute_epsilons(
     run: Run, data: PlacedData, unit: PrivacyUnit = "record_use", delta: float = 0.0
 ) -> tuple[float, ...]:
-    """Return epsilon of each learner's messages alone, pure or at a delta."""
-    return tuple(LearnerCost(run, i, own).epsilon(unit, delta) for i, own in enumerate(data.learners))
+    """Return epsilon of each learner's messages alone, pure or at a delta, as a learner charges it."""
+    costs = [LearnerCost(run, i, own) for i, own in enumerate(data.learners)]
+    return tuple(each.epsilon(unit, delta, has_distributions=False) for each in costs)
 
 
-def _compute_spent(run: Run, data: PlacedData, target: BudgetTarget) -> FloatArray:
+def _compute_spent(run: Run, data: PlacedData, target: BudgetTarget, *, has_distributions: bool) -> FloatArray:
     """Compute the epsilons `(learners,)` to compare with the targets."""
     if target.horizon == math.inf:
         costs = [LearnerCost(run, i, own) for i, own in enumerate(data.learners)]
@@ -113,8 +134,9 @@ def _compute_spent(run: Run, data: PlacedData, target: BudgetTarget) -> FloatArr
     rounds = None if target.horizon is None else int(target.horizon)
     costs = [LearnerCost(run, i, own, rounds) for i, own in enumerate(data.learners)]
     if _has_shared_records(run.spec):
-        return np.full(len(costs), compose_costs(costs, target.unit, target.delta))
-    return np.array([each.epsilon(target.unit, target.delta) for each in costs])
+        together = compose_costs(costs, target.unit, target.delta, has_distributions=has_distributions)
+        return np.full(len(costs), together)
+    return np.array([each.epsilon(target.unit, target.delta, has_distributions=has_distributions) for each in costs])
 
 
 def _compute_infinite_horizon(cost: LearnerCost, unit: PrivacyUnit) -> float:
@@ -214,7 +236,7 @@ _DIGITS = 4
 
 
 def propose_spec(
-    document: Mapping[str, Any], dataset: Dataset, epsilon: float, rounds: int = DEFAULT_ROUNDS
+    document: Mapping[str, Any], dataset: Dataset, epsilon: float, rounds: int = DEFAULT_ROUNDS, *, delta: float = 0.0
 ) -> RunSpec:
     """Complete a spec with an algorithm, rounds, batches and noise.
 
@@ -223,6 +245,7 @@ def propose_spec(
         dataset: its records.
         epsilon: maximum epsilon of a record.
         rounds: maximum number of rounds; a source that places its records in rounds has its own.
+        delta: delta of epsilon; 0: it is pure.
 
     Raises:
         SpecError: a learner gets no record, no noise is enough, or the result has a warning.
@@ -238,12 +261,13 @@ def propose_spec(
         raise SpecError(f"rounds must be at least 2, because records of round 0 first influence round 1, got {rounds}")
     spec = _parse(document, rounds, batch)
     data = place_data(spec, dataset)
-    proposal = calibrate(spec, data, BudgetTarget((epsilon,) * spec.n_learners, unit="record")).spec
+    target = BudgetTarget((epsilon,) * spec.n_learners, unit="record", delta=delta)
+    proposal = calibrate(spec, data, target, has_distributions=False).spec
     proposal = proposal.model_copy(update={"algorithm": _round_epsilons(proposal.algorithm)})
     run = build_run(proposal, data.n_features)
     if run.warnings:
         raise SpecError(f"no spec for epsilon {epsilon:g} satisfies the theory: {run.warnings[0].text}")
-    spent = max(compute_epsilons(run, data, unit="record"))
+    spent = max(compute_epsilons(run, data, "record", delta))
     if spent > epsilon:  # impossible: rounding only adds noise
         raise AssertionError(f"epsilon {spent} was to be at most {epsilon}")
     return proposal

@@ -206,12 +206,13 @@ class MessageLosses:
     renyi: FloatArray
 
 
-def epsilon_for_delta(delta: float, messages: Sequence[MessageLosses]) -> float:
+def epsilon_for_delta(delta: float, messages: Sequence[MessageLosses], *, has_distributions: bool = True) -> float:
     """Return epsilon at which the messages are together `(epsilon, delta)`-DP; never above the sum of their losses.
 
     Args:
         delta: above 0 and below 1.
         messages: messages of every learner that one record moves.
+        has_distributions: whether privacy loss distributions are composed, too.
 
     Raises:
         SpecError: delta is out of range, or dp-accounting is missing.
@@ -221,8 +222,11 @@ def epsilon_for_delta(delta: float, messages: Sequence[MessageLosses]) -> float:
     if not pure or not math.isfinite(pure):
         return pure
     renyi = as_floats(np.sum([each.renyi for each in messages], axis=0))
+    by_renyi = PrivacyLoss(pure, renyi).epsilon(delta)
+    if not has_distributions:
+        return by_renyi
     composed = _compose(messages, max(_INTERVAL, pure / _MAX_PLD_POINTS))
-    return min(PrivacyLoss(pure, renyi).epsilon(delta), float(composed.get_epsilon_for_delta(delta)))
+    return min(by_renyi, float(composed.get_epsilon_for_delta(delta)))
 
 
 def require_delta(delta: float) -> float:

@@ -98,14 +98,18 @@ class LearnerCost:
             return mechanism.sum_renyi(group.n_uses * self._single_use)
         return mechanism.sum_renyi(np.array([group.n_uses * math.fsum(losses)]))
 
-    def epsilon(self, unit: PrivacyUnit = "record_use", delta: float = 0.0) -> float:
+    def epsilon(self, unit: PrivacyUnit = "record_use", delta: float = 0.0, *, has_distributions: bool = True) -> float:
         """Return epsilon of the worst-case unit, pure or at a delta; 0 for records if there are none.
+
+        Args:
+            unit: the unit.
+            delta: delta; 0: pure epsilon.
+            has_distributions: whether privacy loss distributions are composed, too; without them epsilon may be larger.
 
         Raises:
             SpecError: delta is not at least 0 and below 1, or dp-accounting is missing.
         """
-        pure = math.fsum(self.losses(unit))
-        return min(pure, epsilon_for_delta(delta, [self.message_losses(unit)])) if delta else pure
+        return compose_costs([self], unit, delta, has_distributions=has_distributions)
 
     def group_epsilon(self, size: int, *, all_uses: bool) -> float:
         """Return the pure epsilon of the `size` most expensive records together, each used once or with all of its uses."""
@@ -115,8 +119,14 @@ class LearnerCost:
         return group_loss(records or [RecordGroup(size, 1, None)], self.guarantee.round_losses, size)
 
 
-def combine_costs(costs: Sequence[LearnerCost], unit: PrivacyUnit = "record_use", delta: float = 0.0) -> float:
-    """Return epsilon of one unit against an adversary that observes all learners.
+def combine_costs(
+    costs: Sequence[LearnerCost],
+    unit: PrivacyUnit = "record_use",
+    delta: float = 0.0,
+    *,
+    has_distributions: bool = True,
+) -> float:
+    """Return epsilon of one unit against an adversary that observes all learners; arguments as of `LearnerCost.epsilon`.
 
     It is the largest of the learners; if they share their records, all of their messages depend on a unit.
 
@@ -124,15 +134,24 @@ def combine_costs(costs: Sequence[LearnerCost], unit: PrivacyUnit = "record_use"
         SpecError: as of `LearnerCost.epsilon`.
     """
     if not costs[0].guarantee.has_shared_records:
-        return max(each.epsilon(unit, delta) for each in costs)
-    return compose_costs(costs, unit, delta)
+        return max(each.epsilon(unit, delta, has_distributions=has_distributions) for each in costs)
+    return compose_costs(costs, unit, delta, has_distributions=has_distributions)
 
 
-def compose_costs(costs: Sequence[LearnerCost], unit: PrivacyUnit = "record_use", delta: float = 0.0) -> float:
-    """Return epsilon of one unit on which the messages of all these learners depend.
+def compose_costs(
+    costs: Sequence[LearnerCost],
+    unit: PrivacyUnit = "record_use",
+    delta: float = 0.0,
+    *,
+    has_distributions: bool = True,
+) -> float:
+    """Return epsilon of one unit on which the messages of all these learners depend; arguments as of `LearnerCost.epsilon`.
 
     Raises:
         SpecError: as of `LearnerCost.epsilon`.
     """
-    pure = math.fsum(each.epsilon(unit) for each in costs)
-    return min(pure, epsilon_for_delta(delta, [each.message_losses(unit) for each in costs])) if delta else pure
+    pure = math.fsum(math.fsum(each.losses(unit)) for each in costs)
+    if not delta:
+        return pure
+    messages = [each.message_losses(unit) for each in costs]
+    return min(pure, epsilon_for_delta(delta, messages, has_distributions=has_distributions))

@@ -114,9 +114,6 @@ class Policy(Section):
     imports: tuple[str, ...] | None = None
     """Code that any section of a spec may name, as `module:Class`, if the learner was started with `--allow-imports`; null: any.
     Without that option none is imported, even if allowed here."""
-    delta: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Delta at which the three limits of epsilon hold; 0: they are pure. At a delta such as 1e-6, far below one in the number of
-    records, a run with many small losses counts much less."""
     epsilon_per_run: Positive | None = 100.0
     """Maximum epsilon of one run. A run planned to cost more is refused, and a learner stops before it has spent more. The
     default is a guard against nearly disabled noise, not a recommendation: set a value that you can answer for."""
@@ -125,6 +122,9 @@ class Policy(Section):
     after its end."""
     epsilon: Positive | None = None
     """Maximum epsilon of all runs ever, by the ledger: as `--budget`. The smaller of both applies."""
+    delta: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Delta at which the three limits of epsilon hold; 0: they are pure. Choose it far below one in the number of
+    records, such as 1e-6: many messages of small losses count much less then."""
     guarantees: GuaranteeRequirements = GuaranteeRequirements()
     """Required guarantee of the learner's messages."""
     telemetry: tuple[_Telemetry, ...] = ()

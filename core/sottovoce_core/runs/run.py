@@ -115,15 +115,16 @@ class Run:
         promised = compute_guarantee(self.algorithm.accountant(learner), self.spec.rounds, counts, replaced)
         return promised.truncate(attendance.end)
 
-    def planned_counts(self, learner: int, max_rounds: int = MAX_ACCOUNTED_ROUNDS) -> IntArray:
+    def planned_counts(self, learner: int, max_rounds: int | None = None) -> IntArray:
         """Return the records of each round until a learner's last one, if every round brings `data.batch_size` (`all`: one).
 
         Args:
             learner: index of the learner.
-            max_rounds: number of first rounds to include.
+            max_rounds: number of first rounds to include (default: `MAX_ACCOUNTED_ROUNDS`).
         """
+        most = MAX_ACCOUNTED_ROUNDS if max_rounds is None else max_rounds
         attendance, size = (
-            self.spec.participation.learner_participation(learner, min(self.spec.rounds, max_rounds)),
+            self.spec.participation.learner_participation(learner, min(self.spec.rounds, most)),
             self.spec.data.batch_size,
         )
         return attendance.mask()[: attendance.end] * np.int64(1 if size == "all" else size)
