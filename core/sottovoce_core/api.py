@@ -199,6 +199,7 @@ def audit(
     seed: int = 0,
     threat: ThreatModel | str = ThreatModel.WIRE,
     neighbour: str | int | None = None,
+    delta: float | None = None,
 ) -> Audit:
     """Try to refute the guarantee of one learner: many simulated runs in two worlds that differ in one record.
 
@@ -210,6 +211,7 @@ def audit(
         seed: seed of coins and noise.
         threat: view of the adversary: `wire`, `neighbour` or `output`.
         neighbour: name or index of the adversary, with threat `neighbour` (default: the first out-neighbour).
+        delta: delta at which the claim is tested, too; 0: the pure claim alone (default: that of the spec).
 
     Returns:
         The audit; `verdict.kind` is `consistent`, `refuted`, `inconclusive` or `no-claim`, and `verdict.text` explains it in a
@@ -237,5 +239,6 @@ def audit(
         seed=seed,
         threat=ThreatModel(threat),
         neighbour=None if neighbour is None else experiment.index(neighbour),
+        delta=experiment.privacy.delta if delta is None else delta,
     )
     return audit_simulated(planned)

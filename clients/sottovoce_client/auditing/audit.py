@@ -69,6 +69,7 @@ class AuditRequest:
         runs: runs of each world.
         confidence: probability that a correct learner is not refuted.
         seed: seed of coins and noise.
+        delta: delta at which the claim is tested, too; None: that of the spec.
     """
 
     learner: str | None = None
@@ -79,6 +80,7 @@ class AuditRequest:
     runs: int = 1000
     confidence: float = 0.95
     seed: int = 0
+    delta: float | None = None
 
     def plan(
         self,
@@ -116,6 +118,7 @@ class AuditRequest:
             threat=self.threat,
             neighbour=None if self.neighbour is None else find_learner_index(spec, self.neighbour, "--neighbour"),
             has_both_worlds=is_paired,
+            delta=spec.privacy.delta if self.delta is None else self.delta,
         )
 
 
@@ -340,6 +343,14 @@ def _list_rows(done: Audit) -> Iterator[TableRow]:
     if found.select_family("likelihood").tests:
         yield format_tests_row(found, "likelihood", "coins, given the losses", "nothing to test")
     yield from map(format_guess_row, found.select_family("likelihood").bounds)
+    if (at_delta := found.loss_bound) is not None:
+        yield (
+            "likelihood",
+            f"losses at delta {at_delta.delta:g}",
+            f"rank {at_delta.rank} of {at_delta.runs:,}: {format_number(at_delta.loss)}",
+            format_number(at_delta.value, 3),
+            format_number(at_delta.claim),
+        )
     if found.round_bounds is not None:
         values = [bound.value for bound in found.round_bounds.bounds]
         result = f"{int(np.count_nonzero(values))} of {len(values)} show something"

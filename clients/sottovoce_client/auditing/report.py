@@ -70,6 +70,7 @@ def build_audit_document(done: Audit, name: str, seed: int) -> dict[str, Any]:
         },
         "conformance": found.select_family("conformance").tests,  # of the noise
         "likelihood": _build_likelihood(done),
+        "at_delta": _build_at_delta(done),
         "single_rounds": _build_single_rounds(done),
         "learners": [
             {
@@ -110,6 +111,22 @@ def _build_likelihood(done: Audit) -> dict[str, Any] | None:
         **_build_guesses(bound),
         "calibration": found.select_family("likelihood").tests,  # of the coins, given the losses
         "excess": found.excess,  # the first transcript above the claim; null: none
+    }
+
+
+def _build_at_delta(done: Audit) -> dict[str, Any] | None:
+    """Build the bound at a delta by the losses of whole runs; None: no delta, or the losses are not known."""
+    bound = done.findings.loss_bound
+    if bound is None:
+        return None
+    return {
+        "delta": bound.delta,
+        "promised": bound.claim,  # epsilon at this delta, for these worlds
+        "runs": bound.runs,  # of both worlds
+        "rank": bound.rank,  # of the loss that gives the bound, among the largest
+        "loss": bound.loss,
+        "bound": bound.value,
+        "level": bound.level,
     }
 
 

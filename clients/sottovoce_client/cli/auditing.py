@@ -70,6 +70,15 @@ def audit(
             show_default="0; coins on the network: entropy",
         ),
     ] = None,
+    delta: Annotated[
+        float | None,
+        make_number_option(
+            min_value=0.0,
+            max_value=1.0,
+            help="Also test the claim at this delta; 0: the pure claim alone.",
+            show_default="that of the spec",
+        ),
+    ] = None,
     out: Annotated[Path | None, make_results_option("audit")] = None,
     on: Annotated[
         Literal["simulator", "network", "wiretap"],
@@ -148,6 +157,7 @@ def audit(
         runs=runs or (1000 if on == "simulator" else 100),
         confidence=confidence,
         seed=seed or 0,
+        delta=delta,
     )
     given = None if spec is None else load_spec(spec)
     if captures is not None:

@@ -27,9 +27,11 @@ from sottovoce_core.auditing.coin_tests import (
     run_private_quantity_tests,
 )
 from sottovoce_core.auditing.likelihood import (
+    LossBound,
     RoundBounds,
     RoundLosses,
     RunLosses,
+    bound_at_delta,
     bound_rounds,
     compute_run_losses,
     guess,
@@ -455,6 +457,7 @@ def _run_tests(
     on_stage("conformance")
     conformance = () if noise is None else noise.compute_tests(plan.alpha_allocation)
     likelihood_bounds, round_bounds = _run_likelihood_tests(plan, pairs[0], mapper, on_stage)
+    loss_bound = _bound_at_delta(plan, pairs[0])
     on_stage("black box")
     views = pairs[0].views
     attacks = (
@@ -476,6 +479,7 @@ def _run_tests(
         bounds=(*likelihood_bounds, *(each.bound for each in attacks)),
         excess=next((excess for excess in excesses if excess is not None), None),
         round_bounds=round_bounds,
+        loss_bound=loss_bound,
         has_both_worlds=plan.has_both_worlds,
         void_reason=run_outcomes.explain_unfair_coins(plan.alpha_allocation.compute_level("black box", "worlds"))
         if run_outcomes is not None and plan.has_both_worlds
@@ -497,7 +501,8 @@ def _run_likelihood_tests(
     rehearsal = list(mapper(partial(_simulate_chunk, plan, losses_only=True), chunks))
     claimed = RunLosses.concatenate([part.run_losses for part in rehearsal if part.run_losses is not None])
     on_stage("whole runs and single rounds")
-    bound = guess(pair.started, claimed, plan.epsilon, plan.alpha_allocation.compute_level("likelihood", "whole runs"))
+    level = plan.alpha_allocation.compute_level("likelihood", "whole runs", 2 if plan.delta else 1)
+    bound = guess(pair.started, claimed, plan.epsilon, level)
     audited, rehearsed = (
         [part.round_losses for part in each if part.round_losses is not None] for each in (pair.parts, rehearsal)
     )
@@ -509,6 +514,14 @@ def _run_likelihood_tests(
         plan.claim_per_round,
         plan.alpha_allocation,
     )
+
+
+def _bound_at_delta(plan: AuditPlan, pair: _Pair) -> LossBound | None:
+    """Bound epsilon at the plan's delta; None without a delta, or if the adversary's view is too small."""
+    if pair.started is None or not plan.delta:
+        return None
+    level = plan.alpha_allocation.compute_level("likelihood", "whole runs", 2)
+    return bound_at_delta(pair.started, plan.epsilon_at_delta, plan.delta, level)
 
 
 def _run_coin_tests(

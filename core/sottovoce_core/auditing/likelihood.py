@@ -14,6 +14,7 @@ earlier messages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import AlphaAllocation, Bound, choose_threshold
 from sottovoce_core.auditing.worlds import RecordedRuns, Worlds
 from sottovoce_core.noise import NoiseSource
+from sottovoce_core.optional import import_optional
 from sottovoce_core.runs.replay import Replay
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.transcript import Transcript
@@ -166,6 +168,65 @@ def guess(audited: RunLosses, rehearsed: RunLosses, claim: float, level: float) 
     is_guess = (strengths > 0) & (strengths >= threshold)
     guesses, correct = int(is_guess.sum()), int(audited.is_correct[is_guess].sum())
     return Bound("likelihood", "the likelihood ratio", "", correct, guesses, claim, level, threshold)
+
+
+# ---- at a delta ------------------------------------------------------------------------------------------------------
+
+_MIN_EXCESS_SHARE = 0.2
+"""Share `1 - e^(epsilon - loss)` from which on a loss above epsilon counts: smaller, and fewer losses of a private run count."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossBound:
+    """Lower bound on epsilon at a delta from the exact losses of whole runs, and the claim that it is compared with.
+
+    If messages are (epsilon, delta)-private, `E max(0, 1 - e^(epsilon - loss)) <= delta` for the loss in the world of the run,
+    so each run has a loss above `epsilon - log(1 - s)` with probability at most `delta / s`. The number of such runs is at most
+    a binomial: the loss of the smallest rank that a binomial reaches with probability at most the level gives the bound, for
+    s = 0.2. No coin is needed.
+
+    Attributes:
+        delta: the delta.
+        claim: claimed epsilon at this delta.
+        level: maximum probability that the bound is above the true epsilon.
+        runs: number of runs.
+        rank: rank of the loss among the largest ones.
+        loss: that loss; not-a-number with fewer runs.
+    """
+
+    delta: float
+    claim: float
+    level: float
+    runs: int
+    rank: int
+    loss: float
+
+    @property
+    def value(self) -> float:
+        """The bound."""
+        bound = self.loss + math.log1p(-_MIN_EXCESS_SHARE)
+        return bound if bound > 0.0 else 0.0
+
+    @property
+    def is_above_claim(self) -> bool:
+        """True if the bound refutes the claim."""
+        return self.value > self.claim
+
+
+def bound_at_delta(audited: RunLosses, claim: float, delta: float, level: float) -> LossBound:
+    """Bound epsilon at a delta by the losses of whole runs.
+
+    Args:
+        audited: runs to judge.
+        claim: claimed epsilon of a run at this delta.
+        delta: above 0 and below 1.
+        level: significance level of the bound.
+    """
+    binomial = import_optional("scipy.stats", "scipy", "an audit").binom
+    losses = np.sort(np.where(audited.worlds == 0, audited.total, -audited.total))[::-1]
+    rank = 1 + int(binomial.isf(level, len(losses), min(1.0, delta / _MIN_EXCESS_SHARE)))
+    loss = float(losses[rank - 1]) if rank <= len(losses) else math.nan
+    return LossBound(delta, claim, level, len(losses), rank, loss)
 
 
 # ---- round by round --------------------------------------------------------------------------------------------------

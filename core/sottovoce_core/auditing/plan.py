@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.privacy.guarantee import Guarantee, ThreatModel
+from sottovoce_core.privacy.loss import PURE, PrivacyLoss
 from sottovoce_core.runs.replay import Replay
 from sottovoce_core.runs.run import Run
 
@@ -212,6 +214,8 @@ class AuditPlan:
         has_both_worlds: True if there are runs of both worlds. If not, all are of world 0, and nothing can be guessed.
         noise_count: number of values that all learners send in all runs of all pairs.
         other_pairs: other pairs of worlds, each an audit with runs of its own, for effects that this pair may hide.
+        delta: delta at which the claim on messages is tested, too; 0: it is not.
+        epsilon_at_delta: claim over the whole run at this delta.
     """
 
     run: Run
@@ -227,6 +231,8 @@ class AuditPlan:
     has_both_worlds: bool = True
     noise_count: int = 0
     other_pairs: tuple[AuditPlan, ...] = ()
+    delta: float = 0.0
+    epsilon_at_delta: float = math.inf
 
     @property
     def pairs(self) -> tuple[AuditPlan, ...]:
@@ -280,6 +286,7 @@ def plan_audit(
     threat: ThreatModel = ThreatModel.WIRE,
     neighbour: int | None = None,
     has_both_worlds: bool = True,
+    delta: float = 0.0,
 ) -> AuditPlan:
     """Choose the worlds, the adversary and the claim.
 
@@ -296,13 +303,14 @@ def plan_audit(
         threat: threat model of the adversary.
         neighbour: index of the neighbour that is the adversary.
         has_both_worlds: make runs of both worlds; False: the same number of world 0 only.
+        delta: delta at which the claim on messages is tested, too; 0: it is not.
 
     Raises:
         DataError: there is no record to replace, or the loss is not defined for a record of one of the worlds.
-        SpecError: too few runs for this confidence, or no possible adversary.
+        SpecError: too few runs for this confidence, no possible adversary, or a delta that is not at least 0 and below 1.
     """
     levels = AlphaAllocation(1.0 - confidence)
-    level = levels.compute_level("likelihood", "whole runs")
+    level = levels.compute_level("likelihood", "whole runs", 2 if delta else 1)
     if (
         has_both_worlds and compute_max_provable_epsilon(runs, level) == 0.0
     ):  # even correct guesses only would show nothing
@@ -331,6 +339,8 @@ def plan_audit(
             _Seeds(*own),
             has_both_worlds,
             numbers,
+            delta=delta,
+            epsilon_at_delta=_compute_claim_at_delta(run, each.learner, guarantee, delta),
         )
 
     first, *rest = counts or divide_runs(runs, len(others))
@@ -339,6 +349,21 @@ def plan_audit(
         for k, (each, count) in enumerate(zip(others, rest, strict=False), 1)
     ]
     return replace(plan_pair(chosen, first, seeds[:5]), other_pairs=tuple(other_pairs))
+
+
+def _compute_claim_at_delta(run: Run, learner: int, guarantee: Guarantee, delta: float) -> float:
+    """Compute epsilon at a delta of all messages, for the replacement of a guarantee.
+
+    Raises:
+        SpecError: the delta is not at least 0 and below 1.
+    """
+    accountant, pure = run.algorithm.accountant(learner), guarantee.epsilon()
+    # Of several units that no accountant follows, sums of losses are known, which are convex for Laplace noise only.
+    is_followed = accountant.can_track_replacements or guarantee.n_replaced in (None, 1)
+    is_convex = accountant.has_dominating_losses and accountant.mechanism.n_coordinates > 0
+    if (accountant.has_dominating_losses and is_followed) or accountant.can_track_replacements or is_convex:
+        return PrivacyLoss(pure, accountant.mechanism.sum_renyi(guarantee.round_losses)).epsilon(delta)
+    return PURE.loss(pure).epsilon(delta)
 
 
 def _choose_pairs(

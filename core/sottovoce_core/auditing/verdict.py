@@ -28,7 +28,7 @@ from sottovoce_core.auditing.bounds import (
     compute_epsilon_lower_bound,
     compute_max_provable_epsilon,
 )
-from sottovoce_core.auditing.likelihood import Excess, RoundBounds
+from sottovoce_core.auditing.likelihood import Excess, LossBound, RoundBounds
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.noise import LATTICE_BITS
 from sottovoce_core.privacy.guarantee import WEAK_EPSILON
@@ -105,6 +105,7 @@ class Findings:
         bounds: bounds from guesses of whole runs, each with its claim and its level.
         excess: first transcript above the claim.
         round_bounds: bounds on single rounds; None: rounds cannot be redrawn, or their loss is not known.
+        loss_bound: bound at a delta by the losses of whole runs; None: no delta, or the losses are not known.
         anomalies: observations that no correct mechanism produces, though they bound no epsilon, a sentence each.
         has_both_worlds: True if there are runs of both worlds.
         needed_runs: minimum number of runs of each world that could refute the claim.
@@ -125,6 +126,7 @@ class Findings:
     bounds: tuple[Bound, ...] = ()
     excess: Excess | None = None
     round_bounds: RoundBounds | None = None
+    loss_bound: LossBound | None = None
     anomalies: tuple[str, ...] = ()
     has_both_worlds: bool = True
     needed_runs: float = 0
@@ -146,6 +148,7 @@ class Findings:
             bounds=bounds,
             excess=self.excess if is_likelihood else None,
             round_bounds=self.round_bounds if is_likelihood else None,
+            loss_bound=self.loss_bound if is_likelihood else None,
             anomalies=(),
             void_reason=self.void_reason if family in _COIN_FAMILIES else "",
         )
@@ -199,6 +202,11 @@ def decide(findings: Findings) -> Verdict:
         )
     at = f" at delta {findings.delta:.3g}" if findings.delta else ""
     text = f"No violation found with {runs}{lower_bound}; epsilon {findings.claim:.4g}{at} is claimed."
+    if (loss_bound := findings.loss_bound) is not None:
+        text = (
+            f"{text[:-1]}, and {loss_bound.claim:.4g} at delta {loss_bound.delta:.3g}, of which the losses show at least "
+            f"{loss_bound.value:.3g}."
+        )
     if not findings.has_both_worlds:
         text += " No world was guessed, so there is no lower bound on epsilon: run both worlds to get one."
     elif not lower_bound:
@@ -224,7 +232,8 @@ def find_blamed_learner(findings: Findings, names: Sequence[str], audited: int) 
     is_about_record = any(test.family != "conformance" for test in failed) or any(
         bound.is_above_claim for bound in (*findings.bounds, *rounds)
     )
-    has_excess = findings.excess is not None and math.isfinite(findings.claim)
+    is_above = findings.loss_bound is not None and findings.loss_bound.is_above_claim
+    has_excess = (findings.excess is not None and math.isfinite(findings.claim)) or is_above
     if is_about_record or has_excess or not failed:
         return audited
     # Dependence between two learners may be caused by either of them.
@@ -289,6 +298,12 @@ def _list_evidence(findings: Findings) -> Iterator[str]:
             at = f" at delta {bound.delta:.3g}" if bound.delta else ""
             place = f"; the largest effect is in {bound.location}" if bound.location else ""
             yield f"{bound.name} {right}: epsilon is above {bound.value:.3g}{at}, not {bound.claim:.3g}{place}"
+    if (at_delta := findings.loss_bound) is not None and at_delta.is_above_claim:
+        largest = "largest loss" if at_delta.rank == 1 else f"loss of rank {at_delta.rank}"
+        yield (
+            f"the {largest} of {at_delta.runs:,} runs is {at_delta.loss:.4g}: epsilon at delta {at_delta.delta:.3g} is above "
+            f"{at_delta.value:.4g}, not {at_delta.claim:.4g}"
+        )
     for bound in () if findings.round_bounds is None else findings.round_bounds.bounds:
         if bound.is_above_claim:
             right = f"is guessed correctly in {bound.correct_guesses} of {bound.guesses} guesses"
