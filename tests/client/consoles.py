@@ -49,6 +49,7 @@ def status(i: int, rounds: int = 20, **more: Any) -> LearnerStatus:
         messages_sent=2 * rounds,
         bytes_sent=200 * rounds,
         epsilon_spent=0.05 * rounds,
+        epsilon_charged=0.05 * rounds,
         epsilon_budget=4.0,
         records=5 * rounds,
         records_waiting=i,

@@ -174,7 +174,7 @@ def test_a_budget_that_ends_before_the_run_is_said_by_every_command_that_plans_i
 ) -> None:
     path = str(written(records, privacy={"budget": 3.0}))
     run = prepare(load_spec(Path(path))).run
-    t = find_first_round_above(run.guarantee(0, np.ones(15, np.int64)).round_losses, 3.0)
+    t = find_first_round_above(run.guarantee(0, np.ones(15, np.int64)).cumulative_epsilon, 3.0)
     assert t is not None and t > 0
     stop = f"a in round {t}, b in round {t}, c in round {t} (rounds count from 0) would exceed it and sends no message"
     commands = {

@@ -17,7 +17,7 @@ def run(*rounds: int, said: int = 1) -> coordinator_pb2.Run:
     """As a coordinator tells it, of learners that have said one round more than they have done."""
     statuses = [
         LearnerStatus(
-            rounds_done=done, rounds_committed=done + said, messages_sent=2 * (done + said), epsilon_spent=0.1 * done
+            rounds_done=done, rounds_committed=done + said, messages_sent=2 * (done + said), epsilon_charged=0.1 * done
         )
         for done in rounds
     ]

@@ -121,12 +121,12 @@ def test_counts_that_began_anew_are_no_rate() -> None:
 
 def test_rows_say_how_learners_stand() -> None:
     statuses = (
-        status(0, epsilon_spent=3.7),
+        status(0, epsilon_charged=3.7),
         status(1, state=LearnerState.BUDGET_EXHAUSTED, detail="that would be above the budget of 4"),
         status(2, noise_is_not_private=True, violation_count=2, epsilon_owner_budget=3.0, epsilon_other_runs=1.5),
     )
     now = RunObservation(0.0, statuses, disconnected_since=(None, None, NOON))
-    before = RunObservation(0.0, (status(0, epsilon_spent=3.65), *statuses[1:]))
+    before = RunObservation(0.0, (status(0, epsilon_charged=3.65), *statuses[1:]))
     ann, ben, eve = _learner_views(plan(), now, before)
     assert (ann.state, ann.epsilon_limit, ann.warnings) == ("running", 4.0, ("its budget is nearly used up",))
     assert (ben.state, ben.warnings) == ("budget exhausted", ("that would be above the budget of 4",))
@@ -145,11 +145,11 @@ def test_rows_say_how_learners_stand() -> None:
 
 def test_a_budget_is_nearly_used_up_only_where_more_of_it_is_being_spent() -> None:
     """A price that is paid in the first round leaves nothing to look at, however near it is."""
-    looks = [RunObservation(float(t), (status(0, rounds, epsilon_spent=3.998),)) for t, rounds in enumerate((1, 20))]
+    looks = [RunObservation(float(t), (status(0, rounds, epsilon_charged=3.998),)) for t, rounds in enumerate((1, 20))]
     for before in (None, RunObservation(0.0, (status(0, 0),)), looks[0]):
         (ann,) = _learner_views(plan(1), looks[1], before)
         assert ann.warnings == ()
-    (ann,) = _learner_views(plan(1), RunObservation(2.0, (status(0, 21, epsilon_spent=3.999),)), looks[1])
+    (ann,) = _learner_views(plan(1), RunObservation(2.0, (status(0, 21, epsilon_charged=3.999),)), looks[1])
     assert ann.warnings == ("its budget is nearly used up",)
 
 

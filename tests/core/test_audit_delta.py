@@ -99,9 +99,7 @@ def test_there_is_no_bound_without_a_delta_or_exact_losses() -> None:
 def test_a_hundred_correct_audits_at_a_delta_and_ten_with_half_the_noise() -> None:
     """Each refutes a correct learner with probability below 0.05: more than 14 of 100 have probability below 1e-4."""
     names = ["ldp-dol", "dsgd", "dola", "pd-ftgl", "dpsda-c"]
-    refuted = sum(
-        audit_simulated(planned(names[seed % 5], seed=seed)).verdict.kind == "refuted" for seed in range(100)
-    )
+    refuted = sum(audit_simulated(planned(names[seed % 5], seed=seed)).verdict.kind == "refuted" for seed in range(100))
     assert refuted <= 14
     for seed in range(10):
         assert audit_simulated(planned(names[seed % 5], seed=seed), noise=halved).verdict.kind == "refuted"

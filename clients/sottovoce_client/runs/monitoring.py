@@ -374,7 +374,7 @@ def _find_warnings(status: LearnerStatus, past: LearnerStatus | None) -> list[st
     if status.noise_is_not_private:
         warnings.append("its noise is not private: this run has no privacy guarantee")
     near = status.epsilon_limit is not None and status.epsilon_charged >= NEAR_LIMIT_FRACTION * status.epsilon_limit
-    if near and status.state.is_active and past is not None and 0 < past.epsilon_spent < status.epsilon_spent:
+    if near and status.state.is_active and past is not None and 0 < past.epsilon_charged < status.epsilon_charged:
         warnings.append("its budget is nearly used up")
     if status.violation_count:
         warnings.append(f"protocol violations on its channels: {status.violation_count}")

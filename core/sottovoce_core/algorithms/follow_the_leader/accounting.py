@@ -179,8 +179,8 @@ class TreeAccountant(Accountant):
         if self._due_message is not None:
             return as_floats(self.mechanism.compute_renyi(np.array([self._due_message]))[0])
         total = self._nodes.compute_worst_renyi(self.mechanism)
-        rise, self._renyi_spent = total - self._renyi_spent, total
-        return as_floats(rise)
+        spent, self._renyi_spent = self._renyi_spent, total
+        return as_floats(np.subtract(total, spent, out=np.full(len(ORDERS), math.inf), where=np.isfinite(spent)))
 
     def advance(self, records: int, n_replaced: int | None = None) -> None:
         require_replaced_count(records, n_replaced or 0)
