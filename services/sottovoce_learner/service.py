@@ -66,6 +66,7 @@ class Learner:
         self._session: Session | None = None
         self._refusal: tuple[str, str] | None = None  # run id and reason
         self._attempt = 0  # attempt of the last assigned run
+        self._closing: asyncio.Task[None] | None = None
         self._stopped_run_id = ""  # until the next assignment
         self._ended_run_id = ""  # run that has ended for all, until its log is deleted
         self._report_event = asyncio.Event()  # set when a report is due
@@ -401,10 +402,16 @@ class Learner:
         self._neighbour_tasks.clear()
 
     async def _close_ended_run(self) -> None:
-        """Close a run that has ended for all: the ledger gets its cost, and its log, with its records, is deleted."""
-        run_id = self._ended_run_id
-        if not run_id:
-            return
+        """Close a run that has ended for all: the ledger gets its cost, and its log, with its records, is deleted.
+
+        Closing goes on where its caller is cancelled: another process may have the state folder only when it is done.
+        """
+        if self._ended_run_id and self._closing is None:
+            self._closing = asyncio.create_task(self._close_run(self._ended_run_id))
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+
+    async def _close_run(self, run_id: str) -> None:
         try:
             own = self.config
             await asyncio.to_thread(end_run, own.state_folder, own.name, run_id, keep_log=own.keep_log)
@@ -414,4 +421,7 @@ class Learner:
             log.error("the run's log is kept", run_id=run_id, reason=str(error))
         except OSError as error:
             log.error("the run's log is kept", run_id=run_id, reason=error.strerror)
-        self._ended_run_id = ""
+        finally:
+            self._closing = None
+            if self._ended_run_id == run_id:
+                self._ended_run_id = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -13,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 
+from sottovoce_client.privacy.ledger import show_ledger
 from sottovoce_core.arrays import as_floats
 from sottovoce_core.errors import BudgetExhausted, CorruptStateError
 from sottovoce_core.noise import KeyedNoise, NoiseSource, SystemNoise
@@ -60,20 +63,32 @@ def records(learner: int, t: int) -> learner_pb2.SampleBatch:
 class Crew:
     """All learners of a run, without a network: each may die, and is born again with its state folder.
 
+    Args:
+        owner: epsilon and delta of the owner's limit for all runs; 0: none.
+
     Attributes:
         left: by learner and round, what was ever handed to a link.
     """
 
-    def __init__(self, folder: Path, spec: RunSpec, *, keyed: bool) -> None:
-        self.folder, self.spec, self.keyed = folder, spec, keyed
+    def __init__(
+        self,
+        folder: Path,
+        spec: RunSpec,
+        *,
+        keyed: bool,
+        run_id: str = "run-1",
+        owner: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
+        self.folder, self.spec, self.keyed, self.run_id, self.owner = folder, spec, keyed, run_id, owner
         self.left: dict[tuple[int, int], set[bytes]] = {}
         self.learners = [self.born(i) for i in range(spec.n_learners)]
 
     def born(self, index: int) -> Session:
         noise: NoiseSource = KeyedNoise("secret", "run", index) if self.keyed else SystemNoise()
-        role = RunAssignment("run-1", self.spec, FEATURES, index, self.spec.names[index])
-        made = open_session(role, noise, self.folder / str(index), policy=ALLOWING)
-        return made
+        role = RunAssignment(self.run_id, self.spec, FEATURES, index, self.spec.names[index])
+        epsilon, delta = self.owner
+        policy = ALLOWING.model_copy(update={"delta": delta})
+        return open_session(role, noise, self.folder / str(index), policy=policy, own_budget=epsilon or None)
 
     async def live(self, rounds: range, mortal: int = 0) -> None:
         """These rounds; whoever dies in one is born again, and does what is left of it."""
@@ -262,6 +277,33 @@ async def test_a_budget_at_a_delta_ends_in_the_same_round_wherever_it_died(
         (entry,) = Ledger(folder / "0").list_entries("learner-0")
         assert entry.epsilon_spent == status.epsilon_spent
         assert entry.loss.epsilon(delta) <= 1.001 * status.epsilon_charged
+
+
+async def test_an_owners_limit_at_a_delta_counts_the_runs_before(tmp_path: Path) -> None:
+    """By their divergences: a second run may send more than the sum of epsilons would allow, and never too much."""
+    delta, folder = 0.01, tmp_path / "0"
+    first = Crew(tmp_path, spec_of(), keyed=False, owner=(50.0, delta))
+    await first.live(range(ROUNDS))
+    first.die()
+    for index in range(3):
+        end_run(tmp_path / str(index), f"learner-{index}", "run-1")
+    (before,) = Ledger(folder).list_entries("learner-0")
+    one, status = before.loss.epsilon(delta), first.learners[0].status
+    assert one <= 1.001 * status.epsilon_charged < status.epsilon_spent == before.epsilon_spent
+    limit = 1.6 * one
+    second = Crew(tmp_path, spec_of(), keyed=False, run_id="run-2", owner=(limit, delta))
+    status = second.learners[0].status
+    assert status.epsilon_other_runs >= one and status.owner_delta == delta and status.epsilon_owner_budget == limit
+    with pytest.raises(BudgetExhausted, match="epsilon spent in all runs from"):
+        await second.live(range(ROUNDS))
+    second.die()
+    total = Ledger(folder).verify("learner-0", imports=False)
+    assert [each.run_id for each in total] == ["run-1", "run-2"] and 1 < total[1].rounds_committed < ROUNDS
+    together = before.loss + total[1].loss
+    assert one < together.epsilon(delta) <= limit < together.pure
+    out = io.StringIO()
+    show_ledger(folder, None, Console(file=out, width=160), delta=delta)
+    assert f"{together.epsilon(delta):.4g}" in out.getvalue()
 
 
 async def test_the_log_of_a_run_that_is_over_goes_wherever_its_learner_dies(tmp_path: Path) -> None:

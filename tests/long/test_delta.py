@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_core.arrays import FloatArray
+from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.budget.composition import _compose, epsilon_for_delta
 from sottovoce_core.budget.cost import LearnerCost
 from sottovoce_core.data import LearnerData
@@ -46,7 +46,7 @@ def worst_losses(run: Run, own: LearnerData, learner: int) -> FloatArray:
         return accountant.losses(counts)
     units = np.eye(len(counts), dtype=np.int64)[np.flatnonzero(counts)]
     each = accountant.losses_by_change(counts, units)
-    return each[int(np.argmax((each**2).sum(axis=1)))]
+    return as_floats(each[int(np.argmax((each**2).sum(axis=1)))])
 
 
 def test_epsilon_at_a_delta_lies_between_what_is_attained_and_the_sum_on_300_settings() -> None:

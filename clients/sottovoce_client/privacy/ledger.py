@@ -74,6 +74,9 @@ def show_ledger(
     """
     ledger = _open_ledger(folder)
     lines = ledger.list_entries(learner)
+    if delta:  # of the open run, verification computes what a delta needs
+        names = sorted({line.learner for line in lines})
+        lines = [line for name in names for line in ledger.verify(name, imports=allow_imports)]
     if not lines:
         known = ", ".join(sorted({line.learner for line in ledger.list_entries()})) or "none"
         whose = "" if learner is None else f" of {learner!r}"

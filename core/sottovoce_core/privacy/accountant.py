@@ -17,8 +17,8 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.privacy.guarantee import Adjacency, Guarantee, GuaranteeBasis
 from sottovoce_core.privacy.loss import ORDERS, PURE, EpsilonLimit, Mechanism
 
-MAX_FOLLOWED_UNITS = 64
-"""Maximum number of units whose Renyi divergences an accountant follows."""
+MAX_FOLLOWED_UNITS = 16
+"""Maximum number of units whose Renyi divergences an accountant follows: more change no digit on the built-in algorithms."""
 
 
 class Accountant(ABC):

@@ -21,7 +21,7 @@ from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import CorruptStateError, FailedPrecondition, SpecError
 from sottovoce_core.privacy.loss import PURE
 from sottovoce_core.runs.participation import require_valid_reconfiguration
-from sottovoce_core.runs.run import Run
+from sottovoce_core.runs.run import MAX_ACCOUNTED_ROUNDS, Run
 from sottovoce_learner.storage.ledger import (
     CLOSED,
     OPENED,
@@ -421,14 +421,19 @@ def _require_charges(ledger_entry: LedgerEntry, log: LogContents, *, imports: bo
 
 
 def _compute_renyi(ledger_entry: LedgerEntry, log: LogContents | None) -> FloatArray:
-    """Compute the Renyi divergences `(orders,)` of the open run; those of its pure loss where its algorithm is not known here."""
+    """Compute the Renyi divergences `(orders,)` of the open run.
+
+    They are those of its pure loss where its algorithm is not known here, or after more than `MAX_ACCOUNTED_ROUNDS` rounds.
+    """
     pure = PURE.loss(ledger_entry.epsilon_spent).renyi
-    if log is None or not log.rounds_committed:
+    if log is None or not 0 < log.rounds_committed <= MAX_ACCOUNTED_ROUNDS:
         return pure
     try:
         run = ledger_entry.build_run(imports=False)
-        counts = _read_record_counts(run, log)
-        return np.minimum(pure, run.algorithm.accountant(ledger_entry.index).total_renyi(counts))
+        counts, accountant = _read_record_counts(run, log), run.algorithm.accountant(ledger_entry.index)
+        if np.cumsum(accountant.losses(counts))[-1] != ledger_entry.epsilon_spent:
+            return pure
+        return np.minimum(pure, accountant.total_renyi(counts))
     except (SpecError, CorruptStateError):  # not installed, may not be imported, or of another version
         return pure
 
