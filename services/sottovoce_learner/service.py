@@ -71,6 +71,7 @@ class Learner:
         self._ended_run_id = ""  # run that has ended for all, until its log is deleted
         self._report_event = asyncio.Event()  # set when a report is due
         self._round_tasks, self._channel_tasks, self._mirror_tasks = Tasks(), Tasks(), Tasks()
+        self._closing_tasks = Tasks()
         # Address and task of each stream to a neighbour.
         self._neighbour_tasks: dict[int, tuple[str, asyncio.Task[None] | None]] = {}
         self._mirror: Mirror | None = None
@@ -154,6 +155,7 @@ class Learner:
         """Finish the current message, then end."""
         await self._end_run()
         await self._close_ended_run()
+        await self._closing_tasks.end()
         await self._mirror_tasks.end()
         if self.service is not None:
             self._in_process.remove(self.config.advertise or self.service.address)
@@ -407,7 +409,7 @@ class Learner:
         Closing goes on where its caller is cancelled: another process may have the state folder only when it is done.
         """
         if self._ended_run_id and self._closing is None:
-            self._closing = asyncio.create_task(self._close_run(self._ended_run_id))
+            self._closing = self._closing_tasks.start(self._close_run(self._ended_run_id))
         if self._closing is not None:
             await asyncio.shield(self._closing)
 

@@ -130,6 +130,12 @@ def _build_at_delta(done: Audit) -> dict[str, Any] | None:
     }
 
 
+def _compute_best_guess(found: Findings) -> float:
+    """Compute the percentage of right guesses of a coin in the worst case, `(e^epsilon + delta) / (1 + e^epsilon)`."""
+    odds, delta = math.exp(-found.stated_epsilon), 0.0 if found.loss_bound is None else found.loss_bound.delta
+    return 100.0 * (1.0 + delta * odds) / (1.0 + odds)
+
+
 def _build_single_rounds(done: Audit) -> dict[str, Any] | None:
     """Build guesses of single messages, each sampled again in the world of a coin; None if that was not possible."""
     rounds = done.findings.round_bounds
@@ -195,7 +201,7 @@ def build_audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Pag
             for part in parts
         ],
         "weak_epsilon": WEAK_EPSILON,
-        "best_guess": 100.0 / (1.0 + math.exp(-plan.epsilon)),  # of a coin, in the worst case
+        "best_guess": _compute_best_guess(found),
         "max_evidence": _MAX_SHOWN_EVIDENCE,
         "max_rounds": _MAX_TABLE_ROUNDS,
         "shown_claim": plots.MAX_SHOWN_CLAIM_FACTOR,

@@ -160,6 +160,11 @@ class Findings:
         return replace(self, tests=tests, bounds=(), round_bounds=None)
 
     @property
+    def stated_epsilon(self) -> float:
+        """Claimed epsilon: at the delta at which it was tested, too, or else the pure one."""
+        return self.claim if self.loss_bound is None else self.loss_bound.claim
+
+    @property
     def whole_run_bound(self) -> Bound | None:
         """Bound of the likelihood ratio from guesses of whole runs; None: the adversary's view is too small for guesses."""
         return next((bound for bound in self.bounds if bound.family == "likelihood"), None)
@@ -211,7 +216,7 @@ def decide(findings: Findings) -> Verdict:
         text += " No world was guessed, so there is no lower bound on epsilon: run both worlds to get one."
     elif not lower_bound:
         text += " No guess was significantly better than chance, so the lower bound on epsilon is 0."
-    is_weak = findings.claim > WEAK_EPSILON
+    is_weak = findings.stated_epsilon > WEAK_EPSILON
     if is_weak:
         text += f" That claim is weak: an epsilon above {WEAK_EPSILON:g} rules out almost nothing about a record."
     return Verdict("consistent", text, is_weak=is_weak)
