@@ -78,7 +78,7 @@ def lowest(session: nox.Session) -> None:
     (`statistics`) and the commands on pages of the docs, whose lines other tests run, too; images, charts and dashboards, which
     have versions of their own, and the tests of sentences. Parameters are mostly numbers, algorithms, names and the order of
     events, which run the same lines: a test runs once, with its first parameters, unless it is marked `each`, such as the test
-    that runs every algorithm over the network.
+    that runs every algorithm over the network. Of properties, few examples are generated.
     """
     pinned = str(Path(session.create_tmp(), "lowest.txt"))
     wanted = ["--resolution", "lowest-direct", "--extra", "test", "--python-version", str(session.python)]

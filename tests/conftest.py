@@ -33,12 +33,18 @@ KEPT_BY_LIBRARIES = 32
 
 # Examples have no deadline: how long one takes says more about the machine than about the code.
 settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("few", parent=settings.get_profile("house"), max_examples=10)
 settings.load_profile("house")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    what = "run a test with its first parameters only, unless it is marked `each`"
+    what = "run a test with its first parameters only, unless it is marked `each`, and few examples of a property"
     parser.addoption("--once", action="store_true", help=what)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--once"):
+        settings.load_profile("few")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -28,7 +28,7 @@ from sottovoce_client.auditing.plots import (
 from sottovoce_client.auditing.report import build_audit_page
 from sottovoce_core.auditing.audit import Audit, audit_simulated
 from sottovoce_core.auditing.bounds import compute_epsilon_lower_bound
-from sottovoce_core.auditing.likelihood import RunLosses
+from sottovoce_core.auditing.likelihood import LossBound, RunLosses
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.auditing.verdict import Verdict, VerdictKind
 from sottovoce_core.noise import NoiseSource, SeededNoise
@@ -232,10 +232,15 @@ def test_a_weak_claim_is_amber_on_the_page_and_in_the_terminal(done: Audit) -> N
 def test_a_page_says_what_its_epsilon_lets_somebody_guess(done: Audit) -> None:
     promised = done.plan.guarantee
     small = replace(promised, round_losses=promised.round_losses / done.plan.epsilon)
-    text = page_of(replace(done, plan=replace(done.plan, guarantee=small))).text
+    one = replace(done, plan=replace(done.plan, guarantee=small), findings=replace(done.findings, claim=1.0))
+    text = page_of(one).text
     assert (
         "in the worst case 73.1 of 100 guesses between the two are right" in text and "almost no protection" not in text
     )
+    stated = LossBound(delta=0.1, claim=0.0, level=0.01, runs=200, rank=3, loss=0.5)
+    at_delta = replace(one, plan=replace(one.plan, delta=0.1), findings=replace(one.findings, loss_bound=stated))
+    text = page_of(at_delta).text
+    assert "The promise is ε 0 at delta 0.1: in the worst case 55 of 100 guesses" in text
     assert done.plan.epsilon > 10 and "it gives almost no protection" in page_of(done).text
 
 

@@ -46,7 +46,7 @@ def command(*words: str) -> str:
     return done.output
 
 
-SCALED = [
+SCALED: list[dict[str, Any]] = [
     {"name": "ldp-dol"},
     {"name": "dsgd", "noise": {"kind": "power", "sigma": 0.6}},
     {"name": "pd-ogd", "noise": {"kind": "calibrated"}},
