@@ -279,6 +279,17 @@ async def test_a_budget_at_a_delta_ends_in_the_same_round_wherever_it_died(
         assert entry.loss.epsilon(delta) <= 1.001 * status.epsilon_charged
 
 
+async def test_the_log_of_a_run_with_a_pause_is_verified(tmp_path: Path, snapshots: bool) -> None:
+    """Rounds in which a learner is offline are charged, too."""
+    away = [{"learner": "learner-0", "first_round": 2, "until_round": 4}]
+    crew = Crew(tmp_path, spec_of(offline_intervals=away), keyed=False)
+    await crew.live(range(ROUNDS - 1))
+    (entry,) = Ledger(tmp_path / "0").verify("learner-0", imports=False)
+    assert entry.epsilon_spent == crew.learners[0].status.epsilon_spent > 0
+    assert entry.loss.epsilon(0.01) < entry.epsilon_spent
+    crew.die()
+
+
 async def test_an_owners_limit_at_a_delta_counts_the_runs_before(tmp_path: Path) -> None:
     """By their divergences: a second run may send more than the sum of epsilons would allow, and never too much."""
     delta, folder = 0.01, tmp_path / "0"
