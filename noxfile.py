@@ -20,6 +20,13 @@ QUICK = ["-m", "not slow and not long", "-k", "not [ray]"]
 LOWEST = ["-m", "not slow and not long and not browser and not container and not statistics", *QUICK[2:]]
 LOWEST += [f"--ignore=tests/{folder}" for folder in ("deploy", "deploy_chart", "docs", "observability")]
 LOWEST += [f"--ignore=tests/test_{name}.py" for name in ("docs", "language", "locks")]
+SAME_LIBRARIES = {
+    "client": ["audit_ledger", "audit_provenance", "audit_report", "watch", "watch_logs"],
+    "core": ["audit_foreign", "fast_paths"],
+    "services": ["absence", "gaps", "late", "lost", "misconduct", "roster"],
+}
+"""Tests of what our code decides, by folder: the calls of libraries that they reach are in other tests, too."""
+LOWEST += [f"--ignore=tests/{folder}/test_{name}.py" for folder, names in SAME_LIBRARIES.items() for name in names]
 TORCH_TESTS = ["tests/core/test_torch_loss.py", "tests/lab/test_inversion.py", "tests/lab/test_gallery.py"]
 
 LOCKS = {
@@ -76,7 +83,7 @@ def lowest(session: nox.Session) -> None:
     The session finds uses of a library that an older version does not support. It omits tests that cannot find one: tests
     marked `browser` (tests of how pages are written and served run), the false-alarm rates over hundreds of seeded runs
     (`statistics`) and the commands on pages of the docs, whose lines other tests run, too; images, charts and dashboards, which
-    have versions of their own, and the tests of sentences. Parameters are mostly numbers, algorithms, names and the order of
+    have versions of their own, the tests of sentences, and those of `SAME_LIBRARIES`. Parameters are mostly numbers, algorithms, names and the order of
     events, which run the same lines: a test runs once, with its first parameters, unless it is marked `each`, such as the test
     that runs every algorithm over the network. Of properties, few examples are generated.
     """
