@@ -83,9 +83,9 @@ def lowest(session: nox.Session) -> None:
     The session finds uses of a library that an older version does not support. It omits tests that cannot find one: tests
     marked `browser` (tests of how pages are written and served run), the false-alarm rates over hundreds of seeded runs
     (`statistics`) and the commands on pages of the docs, whose lines other tests run, too; images, charts and dashboards, which
-    have versions of their own, the tests of sentences, and those of `SAME_LIBRARIES`. Parameters are mostly numbers, algorithms, names and the order of
-    events, which run the same lines: a test runs once, with its first parameters, unless it is marked `each`, such as the test
-    that runs every algorithm over the network. Of properties, few examples are generated.
+    have versions of their own, the tests of sentences, and those of `SAME_LIBRARIES`. Parameters are mostly numbers, algorithms,
+    names and the order of events, which run the same lines: a test runs once, with its first parameters, unless it is marked
+    `each`, such as the test that runs every algorithm over the network. Of properties, few examples are generated.
     """
     pinned = str(Path(session.create_tmp(), "lowest.txt"))
     wanted = ["--resolution", "lowest-direct", "--extra", "test", "--python-version", str(session.python)]
