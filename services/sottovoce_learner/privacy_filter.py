@@ -6,6 +6,7 @@ import math
 from array import array
 from dataclasses import dataclass
 
+from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import BudgetExhausted
 from sottovoce_core.privacy.accountant import Accountant
 from sottovoce_core.privacy.loss import NO_LOSS, EpsilonLimit, PrivacyLoss
@@ -63,7 +64,8 @@ class PrivacyFilter:
     """
 
     def __init__(self, accountant: Accountant, budget: EpsilonLimit | None, allowance: Allowance = _NO_LIMITS) -> None:
-        self._accountant, self._loss, self._next_renyi = accountant, NO_LOSS, NO_LOSS.renyi
+        self._accountant, self._loss = accountant, NO_LOSS
+        self._next_renyi: FloatArray | None = None
         allowed, own = "what this learner's owner allows", allowance
         time = f"epsilon spent in {DAYS_PER_MONTH} days"
         self._by_owner = (
@@ -91,8 +93,7 @@ class PrivacyFilter:
 
     def measure(self, scope: SpendingScope) -> float:
         """Return the epsilon spent in a scope, at the delta of its limit; pure without a limit."""
-        loss = scope.other_loss + self._loss
-        return loss.pure if scope.limit is None else scope.limit.measure(loss)
+        return _measure(scope, self._loss)
 
     def admit_round(self, t: int) -> float:
         """Return the pure epsilon spent once the message of round t is sent.
@@ -103,16 +104,19 @@ class PrivacyFilter:
         loss = self._accountant.next_loss()
         if not loss >= 0.0:  # in this form, as below, not-a-number is refused, too
             raise BudgetExhausted(f"the privacy loss of round {t} must be at least 0, got {loss}: no message is sent")
-        if self._has_delta:
-            self._next_renyi = self._accountant.next_renyi()
-        total = PrivacyLoss(self._loss.pure + loss, self._loss.renyi + self._next_renyi)
+        total = self._add(self._loss.pure + loss, self._accountant.next_renyi() if self._has_delta else None)
         for scope in self._scopes:
             if scope.limit is not None and scope.limit.epsilon < math.inf:
                 self._require_within(scope, scope.limit, total, t)
         return total.pure
 
+    def _add(self, pure: float, renyi: FloatArray | None) -> PrivacyLoss:
+        """Return the loss with the next message; Renyi divergences are not followed without a limit at a delta."""
+        self._next_renyi = renyi
+        return PrivacyLoss(pure, self._loss.renyi if renyi is None else self._loss.renyi + renyi)
+
     def _require_within(self, scope: SpendingScope, limit: EpsilonLimit, total: PrivacyLoss, t: int) -> None:
-        after = limit.measure(scope.other_loss + total)
+        after = _measure(scope, total)
         if not after <= limit.epsilon:
             at_delta = f" (at delta {limit.delta:g})" if limit.delta else ""
             raise BudgetExhausted(
@@ -122,7 +126,7 @@ class PrivacyFilter:
 
     def charge(self, total: float) -> None:
         """Charge the admitted message: set the pure epsilon spent to what the log already holds."""
-        self._loss = PrivacyLoss(total, self._loss.renyi + self._next_renyi)
+        self._loss = self._add(total, self._next_renyi)
 
     def advance(self, records: int) -> None:
         """Complete a round with this number of records."""
@@ -130,8 +134,17 @@ class PrivacyFilter:
         self.record_counts.append(records)
 
 
+def _measure(scope: SpendingScope, loss: PrivacyLoss) -> float:
+    """Return the epsilon of a loss together with that of other runs, at the delta of the scope's limit."""
+    if scope.limit is None or not scope.limit.delta:
+        return scope.other_loss.pure + loss.pure
+    return scope.limit.measure(scope.other_loss + loss)
+
+
 def _choose_stricter(budget: EpsilonLimit | None, own: EpsilonLimit | None) -> EpsilonLimit | None:
-    """Return the smaller of two limits at one delta; at different deltas the budget of the spec."""
+    """Return the smaller of two limits at one delta; at different deltas the budget of the spec, if it has one."""
     if budget is None or own is None:
         return budget or own
+    if budget.epsilon == math.inf and own.epsilon < math.inf:
+        return own
     return min(budget, own, key=lambda limit: limit.epsilon) if budget.delta == own.delta else budget

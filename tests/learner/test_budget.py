@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sottovoce_core.errors import BudgetExhausted
 from sottovoce_core.privacy.accountant import Accountant, PrecomputedAccountant
-from sottovoce_core.privacy.loss import NO_LOSS, PURE, EpsilonLimit, Mechanism, PrivacyLoss
+from sottovoce_core.privacy.loss import NO_LOSS, ORDERS, PURE, EpsilonLimit, Mechanism, PrivacyLoss
 from sottovoce_learner.privacy_filter import Allowance, PrivacyFilter
 from tests.claims import SETUPS
 from tests.examples import small_run
@@ -214,3 +214,16 @@ def test_limits_at_a_delta_count_other_runs() -> None:
     with pytest.raises(BudgetExhausted, match=r"epsilon spent in all runs from .* \(at delta 1e-06\), above"):
         books.admit_round(1)
     assert alone < one.epsilon(delta) + one.epsilon(delta)
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_a_price_that_is_asked_for_again_is_the_same(name: str) -> None:
+    """A message that could not be logged is priced again."""
+    run = SETUPS[name].build()
+    accountant, counts, total = run.algorithm.accountant(0), run.planned_counts(0), np.zeros(len(ORDERS))
+    for records in counts.tolist():
+        price = accountant.next_renyi()
+        np.testing.assert_array_equal(accountant.next_renyi(), price)
+        total += price
+        accountant.advance(records)
+    assert total == pytest.approx(run.algorithm.accountant(0).total_renyi(counts), rel=1e-9)

@@ -169,7 +169,7 @@ class TreeAccountant(Accountant):
         self._round = 0
         self._share = self._due = 0.0
         self._due_message: float | None = None
-        self._renyi_spent = np.zeros(len(ORDERS))
+        self._renyi_spent = self._renyi_total = np.zeros(len(ORDERS))
 
     def next_loss(self) -> float:
         return self._due
@@ -179,7 +179,7 @@ class TreeAccountant(Accountant):
         if self._due_message is not None:
             return as_floats(self.mechanism.compute_renyi(np.array([self._due_message]))[0])
         total = self._nodes.compute_worst_renyi(self.mechanism)
-        spent, self._renyi_spent = self._renyi_spent, total
+        self._renyi_total, spent = total, self._renyi_spent
         return as_floats(np.subtract(total, spent, out=np.full(len(ORDERS), math.inf), where=np.isfinite(spent)))
 
     def advance(self, records: int, n_replaced: int | None = None) -> None:
@@ -187,6 +187,7 @@ class TreeAccountant(Accountant):
         if records:
             is_tracked = n_replaced is not None
             self._share = self._share + (n_replaced or 0) / records if is_tracked else max(self._share, 1.0 / records)
+        self._renyi_spent = self._renyi_total
         self._round += 1
         self._due = 0.0
         if self._blocks.is_block_start(self._round):
