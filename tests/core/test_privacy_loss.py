@@ -64,7 +64,7 @@ def test_renyi_divergences_are_those_of_another_library(n: int, epsilon: float) 
 
 
 def test_renyi_divergences_are_integrals() -> None:
-    """Of the densities, by a sum over a fine grid."""
+    """Sum the divergence of both densities over a fine grid."""
     shift, x = 1.3, np.linspace(-80.0, 80.0, 2_000_001)
     log_p, log_q = -np.abs(x), -np.abs(x - shift)
     for k in (0, 60, 100, 130):

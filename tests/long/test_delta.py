@@ -50,7 +50,7 @@ def worst_losses(run: Run, own: LearnerData, learner: int) -> FloatArray:
 
 
 def test_epsilon_at_a_delta_lies_between_what_is_attained_and_the_sum_on_300_settings() -> None:
-    """Of all algorithms, for one use of a record; where only the pure loss is known, between 0 and the sum."""
+    """All algorithms are drawn, and one use of a record is accounted; where only the pure loss is known, the least is 0."""
     examined = Counter[str]()
     for seed in range(300):
         run, data, learner, generator = drawn(seed)
