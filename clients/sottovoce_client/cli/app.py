@@ -234,6 +234,25 @@ def make_number_option(*flags: str, min_value: float, max_value: float, **option
     return typer.Option(*flags, min=min_value, max=max_value, callback=check_value, **options)
 
 
+CalibrationTarget = Annotated[
+    float | None,
+    typer.Option(
+        help="Calibrate the noise of every run to this epsilon of one use of a record first.",
+        show_default="the noise of the spec",
+    ),
+]
+ResultDelta = Annotated[
+    float,
+    make_number_option(
+        min_value=0.0,
+        max_value=1.0,
+        help="Delta of the target, and of the epsilons in the results.",
+        show_default="that of the spec",
+    ),
+]
+"""Options of commands that simulate several runs."""
+
+
 def _make_common_option(name: str, help_: str, *, variable: bool = True, **more: Any) -> Any:
     """Build an option of every command."""
     more["envvar"] = f"{_PREFIX}{name.upper().replace('-', '_')}" if variable else None

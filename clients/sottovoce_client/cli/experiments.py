@@ -11,11 +11,12 @@ from sottovoce_client.cli.app import (
     MAX_COUNT,
     MAX_JOBS,
     BackendName,
+    CalibrationTarget,
     ExportFormats,
+    ResultDelta,
     SpecFile,
     WarningPrinter,
     app,
-    make_number_option,
     make_results_folder,
     make_results_option,
 )
@@ -38,22 +39,8 @@ def sweep(
     vary_data: Annotated[
         bool, typer.Option("--vary-data", help="Partition the records anew for each seed, besides the noise.")
     ] = False,
-    target: Annotated[
-        float | None,
-        typer.Option(
-            help="Calibrate the noise of every combination to this epsilon of one use of a record first.",
-            show_default="the noise of the spec",
-        ),
-    ] = None,
-    delta: Annotated[
-        float,
-        make_number_option(
-            min_value=0.0,
-            max_value=1.0,
-            help="Delta of the target, and of the epsilons in the results.",
-            show_default="that of the spec",
-        ),
-    ] = 0.0,
+    target: CalibrationTarget = None,
+    delta: ResultDelta = 0.0,
     backend: BackendName = "processes",
     jobs: Annotated[
         int | None, typer.Option(min=1, max=MAX_JOBS, help="Number of concurrent jobs.", show_default="one per core")

@@ -13,14 +13,15 @@ from sottovoce_client.cli import completion
 from sottovoce_client.cli.app import (
     MAX_COUNT,
     SERVICE_FILES,
+    CalibrationTarget,
     CanaryCount,
     ExportFormats,
     KeepLogFlag,
     OutputFolder,
+    ResultDelta,
     SpecFile,
     WarningPrinter,
     app,
-    make_number_option,
     make_results_folder,
     make_results_option,
     prepare_run,
@@ -265,22 +266,8 @@ def compare(
         int, typer.Option(min=1, max=MAX_COUNT, help="Independent repetitions of each, side by side.")
     ] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
-    target: Annotated[
-        float | None,
-        typer.Option(
-            help="Calibrate the noise of every spec to this epsilon of one use of a record first.",
-            show_default="the noise of the spec",
-        ),
-    ] = None,
-    delta: Annotated[
-        float,
-        make_number_option(
-            min_value=0.0,
-            max_value=1.0,
-            help="Delta of the target, and of the epsilons in the results.",
-            show_default="that of the spec",
-        ),
-    ] = 0.0,
+    target: CalibrationTarget = None,
+    delta: ResultDelta = 0.0,
     export: ExportFormats = "",
 ) -> None:
     """Run several specs in the simulator and show the results in one table.

@@ -173,7 +173,7 @@ def guess(audited: RunLosses, rehearsed: RunLosses, claim: float, level: float) 
 # ---- at a delta ------------------------------------------------------------------------------------------------------
 
 _MIN_EXCESS_SHARE = 0.2
-"""Share `1 - e^(epsilon - loss)` from which on a loss above epsilon counts: smaller, and fewer losses of a private run count."""
+"""Minimum of `1 - e^(epsilon - loss)` for a loss that counts as above epsilon. With a smaller one, more losses do."""
 
 
 @dataclass(frozen=True, slots=True)

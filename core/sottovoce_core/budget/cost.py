@@ -26,7 +26,7 @@ from sottovoce_core.privacy.loss import ORDERS
 from sottovoce_core.runs.run import Run
 
 PrivacyUnit = Literal["record_use", "record"]
-"""One use of a record, or a record in all of its uses."""
+"""Unit whose loss is bounded: one use of a record, or a record in all of its uses."""
 
 
 class LearnerCost:

@@ -41,6 +41,8 @@ MAX_PARAMETERS = 2**24
 """Maximum number of parameters of a model: services and readers of captures accept no larger messages."""
 MAX_ACCOUNTED_ROUNDS = 100_000
 """Number of rounds of a run that are priced before it begins: limits are enforced during the run in any case."""
+MAX_ROUNDS_AT_DELTA = 10_000
+"""Number of rounds that are priced at a delta: Renyi divergences cost up to 0.3 ms a round, and the process waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +132,14 @@ class Run:
         return attendance.mask()[: attendance.end] * np.int64(1 if size == "all" else size)
 
     def planned_loss(self, learner: int, delta: float = 0.0) -> PrivacyLoss:
-        """Return the loss of a learner's planned messages, of the first `MAX_ACCOUNTED_ROUNDS` rounds.
+        """Return the loss of a learner's planned messages, of the first `MAX_ACCOUNTED_ROUNDS` (or `MAX_ROUNDS_AT_DELTA`) rounds.
 
         Args:
             learner: index of the learner.
             delta: delta at which epsilon is wanted; 0: Renyi divergences are not computed, and are those of the pure loss.
         """
-        counts, accountant = self.planned_counts(learner), self.algorithm.accountant(learner)
+        counts = self.planned_counts(learner, min(MAX_ACCOUNTED_ROUNDS, MAX_ROUNDS_AT_DELTA) if delta else None)
+        accountant = self.algorithm.accountant(learner)
         pure = math.fsum(accountant.losses(counts))
         return PrivacyLoss(pure, accountant.total_renyi(counts)) if delta else PURE.loss(pure)
 
@@ -153,7 +156,7 @@ class Run:
         """
         if not delta:
             return None if epsilon is None else EpsilonLimit(epsilon)
-        planned = None if self.spec.is_unbounded else self.planned_loss(learner, delta)
+        planned = self.planned_loss(learner, delta) if self.spec.rounds <= MAX_ROUNDS_AT_DELTA else None
         return EpsilonLimit.choose(math.inf if epsilon is None else epsilon, delta, planned)
 
     def budget(self, learner: int) -> EpsilonLimit | None:

@@ -51,6 +51,7 @@ function moment(unix) {
 }
 
 const fraction = (part, all) => (all > 0 ? Math.min(1, Number(part) / all) : Number(part) > 0 ? 1 : 0);
+const atDelta = (delta) => (delta > 0 ? ` at delta ${delta}` : "");
 
 // ---- elements: created once, changed where a value has changed ------------------------------------------------------
 
@@ -167,7 +168,7 @@ function cards(now) {
   figure("spent", most ? `${number(100 * most.part)} %` : `ε ${number(largest)}`);
   name(at("spent-meter"), `meter ${most ? grade(most.part) : "none"}`.trim());
   share(at("spent-bar"), most ? most.part : 0);
-  text(at("spent-note"), most ? `${most.name}: ε ${number(most.epsilon)} of ${number(most.epsilon_limit)}` : "no learner has a limit");
+  text(at("spent-note"), most ? `${most.name}: ε ${number(most.epsilon)} of ${number(most.epsilon_limit)}${atDelta(most.delta)}` : "no learner has a limit");
   const sum = (key) => now.learners.reduce((all, each) => all + (each[key] || 0), 0);
   figure("records", count(sum("records")), " in all");
   text(at("records-note"), `${!now.ended_at && now.learners.some((each) => each.records_per_second !== null) ? `${number(sum("records_per_second"))} a second, ` : ""}${count(sum("records_waiting"))} waiting`);
@@ -308,11 +309,11 @@ function budget(cell, each) {
     return [make("span"), bar, make("small")];
   }).children;
   const limited = each.epsilon_limit !== null, part = limited ? fraction(each.epsilon, each.epsilon_limit) : 0;
-  text(spent, limited ? `${number(each.epsilon)} of ${number(each.epsilon_limit)}` : `${number(each.epsilon)}, no limit`);
+  text(spent, limited ? `${number(each.epsilon)} of ${number(each.epsilon_limit)}${atDelta(each.delta)}` : `${number(each.epsilon)}${atDelta(each.delta)}, no limit`);
   name(meter, `meter ${limited ? grade(part) : "none"}`.trim());
   give(meter, { role: "img", "aria-label": limited ? `${number(100 * part)} % used` : "no limit" });
   share(meter.firstChild, part);
-  text(more, each.epsilon_owner_budget === null ? "" : `owner's budget for all runs: ${number(each.epsilon_owner_budget)}; spent in other runs: ${number(each.epsilon_other_runs)}`);
+  text(more, each.epsilon_owner_budget === null ? "" : `owner's budget for all runs: ${number(each.epsilon_owner_budget)}${atDelta(each.owner_delta)}; spent in other runs: ${number(each.epsilon_other_runs)}`);
 }
 
 function notices(now, captures) {
