@@ -280,7 +280,7 @@ async def _check_metrics(address: str, credentials: Credentials) -> list[Finding
     """Check a metrics endpoint, its certificate, and whether its channel is encrypted."""
     subject = f"metrics {address}"
     try:
-        answer = await asyncio.to_thread(_request_metrics, address, credentials.build_https_client_context())
+        answer = await asyncio.to_thread(_request_metrics, address, credentials.build_tls_client_context())
         found = [_check_answer(subject, answer)]
         if answer.certificate:
             certificate = x509.load_der_x509_certificate(answer.certificate)

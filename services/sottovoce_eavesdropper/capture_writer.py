@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -41,6 +42,13 @@ _MAX_BUFFERED_ROWS = 8 * MAX_PART_ROWS
 """Maximum number of rows in memory: a wiretap's rows hold no bytes, and each byte on the wire may be a row."""
 WRITE_TIMEOUT_S = 30.0
 """Time to finish a part when a capture ends."""
+_SWITCH_INTERVAL_S = 0.000_2
+"""Longest time that messages wait for a thread that checks and writes parts (Python's default is 5 ms)."""
+
+
+def prefer_messages() -> None:
+    """Let messages pass in this process without waiting long for the threads that check and write them."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
 def build_schema() -> pa.Schema:
@@ -241,9 +249,14 @@ class CaptureWriter:
             begun = loop.time()
             await self.flush()
 
+    @property
+    def is_behind(self) -> bool:
+        """Return whether two full parts or very many rows are in memory: then messages arrive faster than the disk writes."""
+        return self.is_open and (self._buffered_bytes >= 2 * MAX_PART_BYTES or len(self._rows) >= _MAX_BUFFERED_ROWS)
+
     async def wait_for_buffer(self) -> None:
-        """Write now if two full parts or very many rows are in memory: then messages arrive faster than the disk writes."""
-        if self.is_open and (self._buffered_bytes >= 2 * MAX_PART_BYTES or len(self._rows) >= _MAX_BUFFERED_ROWS):
+        """Write now if the writer is behind."""
+        if self.is_behind:
             await self.flush()
 
     async def flush(self) -> None:

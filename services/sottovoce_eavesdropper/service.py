@@ -17,7 +17,7 @@ import structlog
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_eavesdropper.capture_registry import CaptureRegistry
 from sottovoce_eavesdropper.capture_session import CaptureSession
-from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter, parse_part_number
+from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter, parse_part_number, prefer_messages
 from sottovoce_eavesdropper.grpc_proxy import FINISH_TIMEOUT_S, MAX_PAYLOAD_BYTES
 from sottovoce_eavesdropper.storage import Folder, open_folder, require_folder
 from sottovoce_rpc.access import UNIDENTIFIED_CALLER, Refusals, StreamLimit
@@ -288,6 +288,7 @@ async def serve(
     Raises:
         SottovoceError: an address is in use.
     """
+    prefer_messages()
     service, refused = Eavesdropper(config), Refusals()
     async with serve_metrics(metrics, CATALOGUE, lambda: service.collect_metrics(refused), refused):
         announce("eavesdropper", address=await service.start())

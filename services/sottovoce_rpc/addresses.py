@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
 import re
@@ -129,6 +130,12 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name may resolve to any address
         return False
+
+
+def format_peer(connection: asyncio.BaseTransport) -> str:
+    """Return the other end of a connection of asyncio as gRPC reports it: `ipv4:127.0.0.1:40123`."""
+    host, port = (connection.get_extra_info("peername") or ("", 0))[:2]
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
 
 
 def is_same_user(peer: str, servers: Iterable[str] = ()) -> bool:

@@ -13,6 +13,7 @@ accepts only its own user (and root); `insecure` lifts both restrictions.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ssl
 import stat
@@ -32,7 +33,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from sottovoce_core.errors import FailedPrecondition, PermissionDenied, SpecError, Unavailable
-from sottovoce_rpc.addresses import is_loopback, is_same_user, listen_addresses
+from sottovoce_rpc.addresses import format_peer, is_loopback, is_same_user, listen_addresses
 from sottovoce_rpc.certificates import (
     AUTHORITIES_FILE,
     CERTIFICATE_FILE,
@@ -179,7 +180,7 @@ class Credentials:
             FailedPrecondition: the files of the identity cannot be used, or no authority of the domain is trusted.
         """
         if self.folder is None:
-            self._require_local(address)
+            self.require_local(address)
             return grpc.aio.insecure_channel(address, options=options)
         if role is None:
             raise ValueError(f"a channel to {address} with an identity requires the role of the service")
@@ -189,8 +190,13 @@ class Credentials:
         host = build_host_name(now.principal.domain, role, name)
         return grpc.aio.secure_channel(address, credentials, options=[*options, (_OVERRIDE, host)])
 
-    def _require_local(self, address: str) -> None:
-        if not (self.insecure or is_loopback(address)):
+    def require_local(self, address: str) -> None:
+        """Require that without an identity an address is of this machine, unless `insecure`.
+
+        Raises:
+            SpecError: other machines can reach it.
+        """
+        if self.folder is None and not (self.insecure or is_loopback(address)):
             raise SpecError(
                 f"{address} is reached from other machines, so channels to it must be encrypted: give this process an identity "
                 "(--identity FOLDER, from `sottovoce pki issue`), or allow channels in the clear (--insecure)"
@@ -209,7 +215,7 @@ class Credentials:
             FailedPrecondition: the files of the identity cannot be used.
         """
         if self.folder is None:
-            self._require_local(listen)
+            self.require_local(listen)
             return None
         current = self._load_current()
 
@@ -233,41 +239,47 @@ class Credentials:
         """Register the listen address of a server, so that callers are looked up among its connections only."""
         self._serving[server] = address
 
-    def build_https_server_context(self, listen: str) -> ssl.SSLContext | None:
-        """Build a context for an HTTPS server that requires client certificates; it loads renewed files by itself.
+    def build_tls_server_context(self, listen: str, protocols: Sequence[str] = ()) -> ssl.SSLContext | None:
+        """Build a context for a server without gRPC that requires client certificates; it loads renewed files by itself.
 
         Sessions are never resumed: each connection is authenticated anew.
+
+        Args:
+            listen: listen address.
+            protocols: protocols that are negotiated (ALPN), such as `h2`.
 
         Raises:
             SpecError: other machines can reach the address, and there is no identity.
             FailedPrecondition: the files of the identity cannot be used.
         """
         if self.folder is None:
-            self._require_local(listen)
+            self.require_local(listen)
             return None
         current = self._load_current()
-        first = latest = _build_https_context(current)
+        first = latest = _build_tls_context(current, protocols)
 
         def reload(tls: ssl.SSLObject, *_: object) -> None:
             """Switch to renewed files; called at the beginning of each handshake."""
             nonlocal current, latest
             if (now := self._load_current()) is not current:
                 with contextlib.suppress(OSError):  # the files are being written: the next handshake tries again
-                    latest, current = _build_https_context(now), now
+                    latest, current = _build_tls_context(now, protocols), now
             tls.context = latest
 
         first.sni_callback = reload
         return first
 
-    def build_https_client_context(self) -> ssl.SSLContext | None:
-        """Build a context for a client of such a server; the server's principal is checked by `authenticate_certificate`.
+    def build_tls_client_context(self, protocols: Sequence[str] = ()) -> ssl.SSLContext | None:
+        """Build a context for a client of such a server; the server's principal is checked by `authenticate_connection`.
 
         Returns None if this process has no identity.
 
         Raises:
             FailedPrecondition: the files of the identity cannot be used.
         """
-        return None if self.folder is None else _build_https_context(self._load_current(), ssl.PROTOCOL_TLS_CLIENT)
+        if self.folder is None:
+            return None
+        return _build_tls_context(self._load_current(), protocols, ssl.PROTOCOL_TLS_CLIENT)
 
     def identify_caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Principal | None:
         """Return the caller of an RPC; None: this machine's user, or any caller if `insecure`.
@@ -293,6 +305,25 @@ class Credentials:
             peer: as gRPC reports it: `ipv4:127.0.0.1:40123`.
         """
         return self.folder is not None or self.insecure or is_same_user(peer)
+
+    def authenticate_connection(
+        self, connection: asyncio.BaseTransport, servers: Sequence[str] = ()
+    ) -> Principal | None:
+        """Return the principal at the other end of a connection without gRPC; None: this machine's user, or any if `insecure`.
+
+        Args:
+            connection: connection that asyncio has opened, with TLS if this process has an identity.
+            servers: addresses of the servers that it may lead to, if known.
+
+        Raises:
+            PermissionDenied: the other end is not trusted.
+            Unavailable: its certificate has expired.
+        """
+        if self.folder is None:
+            if not (self.insecure or is_same_user(format_peer(connection), servers)):
+                raise PermissionDenied("another user of this machine")
+            return None
+        return self.authenticate_certificate(*_read_peer_chain(connection.get_extra_info("ssl_object")))
 
     def authenticate_certificate(self, certificate: bytes, chain: bytes = b"") -> Principal:
         """Return the principal of a certificate that the TLS handshake has verified.
@@ -490,7 +521,9 @@ def _build_configuration(identity: Identity) -> grpc.ServerCertificateConfigurat
     return grpc.ssl_server_certificate_configuration([(identity.key, identity.chain)], identity.authorities)
 
 
-def _build_https_context(identity: Identity, protocol: int = ssl.PROTOCOL_TLS_SERVER) -> ssl.SSLContext:
+def _build_tls_context(
+    identity: Identity, protocols: Sequence[str], protocol: int = ssl.PROTOCOL_TLS_SERVER
+) -> ssl.SSLContext:
     """Raise `OSError` if the files have changed since the identity was loaded."""
     context = ssl.SSLContext(protocol)
     context.minimum_version, context.check_hostname = ssl.TLSVersion.TLSv1_3, False
@@ -499,7 +532,18 @@ def _build_https_context(identity: Identity, protocol: int = ssl.PROTOCOL_TLS_SE
     context.load_cert_chain(identity.folder / CERTIFICATE_FILE, identity.folder / KEY_FILE)
     context.load_verify_locations(cadata=identity.authorities.decode("ascii", "ignore"))
     context.verify_mode = ssl.CERT_REQUIRED
+    if protocols:
+        context.set_alpn_protocols(list(protocols))
     return context
+
+
+def _read_peer_chain(tls: ssl.SSLObject) -> tuple[bytes, bytes]:
+    """Return the peer's certificate and the rest of its chain, in PEM."""
+    # Before Python 3.13 the chain is available under a private name only.
+    chain = getattr(tls, "get_unverified_chain", None) or tls._sslobj.get_unverified_chain  # type: ignore[attr-defined]
+    der = (each if isinstance(each, bytes) else each.public_bytes(2) for each in chain() or ())
+    own, *between = (ssl.DER_cert_to_PEM_cert(each).encode() for each in der)
+    return own, b"".join(between)
 
 
 def _describe_error(error: Exception) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 from sottovoce_core.errors import FailedPrecondition, PermissionDenied, Unavailable
 from sottovoce_core.optional import import_optional
 from sottovoce_rpc.access import ROLE, UNTRUSTED, Refusals
-from sottovoce_rpc.addresses import is_loopback, is_same_user, parse_address
+from sottovoce_rpc.addresses import format_peer, is_loopback, parse_address
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import announce
@@ -222,7 +221,7 @@ async def serve_metrics(
         yield ""
         return
     exposition = Exposition([*COMMON_METRICS.metrics, *catalogue.metrics], include_process=at.include_process)
-    (host, port), secured = at.parse_listen_address(), at.credentials.build_https_server_context(at.listen)
+    (host, port), secured = at.parse_listen_address(), at.credentials.build_tls_server_context(at.listen)
     async with Tasks() as tasks:
         handler = _Handler(at.credentials, exposition, read, refused, tasks)
         # asyncio requires None without TLS.
@@ -297,32 +296,20 @@ class _Handler:
 
     async def _require_allowed(self, writer: asyncio.StreamWriter) -> None:
         """Raise `_HttpError` for a caller that may not read metrics."""
-        tls: ssl.SSLObject | None = writer.get_extra_info("ssl_object")
-        host, port = writer.get_extra_info("peername")[:2]
-        peer = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
-        if tls is None:
-            if self.credentials.insecure or await asyncio.to_thread(is_same_user, peer, [self.address]):
-                return
-            self.refused.record_refusal(UNTRUSTED, method=_PATH, caller="another user of this machine", peer=peer)
-            raise _HttpError(HTTPStatus.FORBIDDEN, "these metrics are another user's")
+        transport, peer = writer.transport, format_peer(writer.transport)
         try:
-            caller = self.credentials.authenticate_certificate(*_read_peer_chain(tls))
+            caller = await asyncio.to_thread(self.credentials.authenticate_connection, transport, [self.address])
         except (PermissionDenied, Unavailable) as error:
             self.refused.record_refusal(UNTRUSTED, method=_PATH, caller=str(error), peer=peer)
-            raise _HttpError(HTTPStatus.FORBIDDEN, "this service does not trust the caller's certificate") from None
+            text = "this service does not trust the caller's certificate"
+            text = "these metrics are another user's" if self.credentials.folder is None else text
+            raise _HttpError(HTTPStatus.FORBIDDEN, text) from None
+        if caller is None:
+            return
         if caller.role not in SCRAPER_ROLES or caller.is_foreign:
             self.refused.record_refusal(ROLE, method=_PATH, caller=str(caller), peer=peer)
             wanted = " and ".join(sorted(SCRAPER_ROLES)) + (" of this trust domain" if caller.is_foreign else "")
             raise _HttpError(HTTPStatus.FORBIDDEN, f"metrics are for {wanted}, not for {caller}")
-
-
-def _read_peer_chain(tls: ssl.SSLObject) -> tuple[bytes, bytes]:
-    """Return the peer's certificate and the rest of its chain, in PEM."""
-    # Before Python 3.13 the chain is available under a private name only.
-    chain = getattr(tls, "get_unverified_chain", None) or tls._sslobj.get_unverified_chain  # type: ignore[attr-defined]
-    der = (each if isinstance(each, bytes) else each.public_bytes(2) for each in chain() or ())
-    own, *between = (ssl.DER_cert_to_PEM_cert(each).encode() for each in der)
-    return own, b"".join(between)
 
 
 async def _read_head(reader: asyncio.StreamReader) -> str:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import grpc
 import pytest
 import structlog.testing
+from cryptography import x509
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -297,13 +298,28 @@ async def test_a_learner_lets_itself_be_overheard_only_where_the_spec_says_so(
     assert asked == [whom]
 
 
-async def test_a_relay_leads_on_with_a_renewed_identity(tmp_path: Path) -> None:
-    ids = Identities(tmp_path / "ids")
+async def test_a_relay_connects_with_a_renewed_identity(tmp_path: Path) -> None:
+    ids, shown, serials = Identities(tmp_path / "ids"), list[bytes](), list[int]()
+    server = await asyncio.start_server(
+        lambda _, writer: shown.append(writer.get_extra_info("ssl_object").getpeercert(True)),
+        "127.0.0.1",
+        0,
+        ssl=ids.of("learner/ben").build_tls_server_context("127.0.0.1:0", ["h2"]),
+    )
     file = CaptureWriter(tmp_path / "run-1-a", "run-1-a", "run-1", "{}")
-    route = eavesdropper_pb2.Route(caller=0, callee=1, target="127.0.0.1:1")
+    target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    route = eavesdropper_pb2.Route(caller=0, callee=1, target=target)
     relay = GrpcProxy(route, file, credentials=ids.of("eavesdropper/ear"))
-    before = relay._get_channel()
-    assert relay._get_channel() is before
-    ids.authority.renew(ids.at("eavesdropper/ear"), days=200)
-    assert relay._get_channel() is not before
+    host, port = (await relay.open("127.0.0.1:0")).split(":")
+    for number in (1, 2):
+        context = ids.of("learner/ann").build_tls_client_context(["h2"])
+        _, writer = await asyncio.open_connection(host, int(port), ssl=context)
+        async with asyncio.timeout(PATIENCE_S):
+            while len(shown) < number:  # noqa: ASYNC110 - what is waited for is no event
+                await asyncio.sleep(0.01)
+        serials.append(x509.load_der_x509_certificate(shown[-1]).serial_number)
+        writer.transport.abort()
+        ids.authority.renew(ids.at("eavesdropper/ear"), days=200)
     await relay.stop()
+    server.close()
+    assert serials[0] != serials[1]

@@ -44,6 +44,10 @@ PATIENCE_S = 100.0
 ANY_SIZE = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 
+ALONE = (("grpc.use_local_subchannel_pool", 1),)
+"""Options of a channel with a connection of its own."""
+
+
 @asynccontextmanager
 async def relayed(config: StandaloneProxyConfig) -> AsyncIterator[tuple[str, StandaloneProxy]]:
     relay = StandaloneProxy(config)
@@ -443,9 +447,10 @@ async def test_the_last_call_ends_before_the_capture_closes(tmp_path: Path, monk
         call = stream(channel, "/x/Late")()
         assert await call.read() == b"answer"
         closing = asyncio.create_task(relay.stop())
-        with contextlib.suppress(grpc.aio.AioRpcError):  # no new call is taken: it closes
+        with contextlib.suppress(grpc.aio.AioRpcError):  # no new connection is taken: it closes
             while True:
-                await unary(channel, "/x/Unary")(b"abc", timeout=PATIENCE_S)
+                async with grpc.aio.insecure_channel(address, options=ALONE) as later:
+                    await unary(later, "/x/Unary")(b"abc", timeout=PATIENCE_S)
         service.last.set()
         assert await call.read() is grpc.aio.EOF
         assert dict(await call.trailing_metadata())["x-last"] == "2"

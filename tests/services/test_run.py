@@ -23,6 +23,7 @@ from sottovoce_coordinator.round_clock import RoundClock
 from sottovoce_coordinator.run_state import RunStateMachine
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import PlacedData, load_dataset
+from sottovoce_core.errors import Unavailable
 from sottovoce_core.noise import Recorder, SeededNoise
 from sottovoce_core.runs.placement import place_data
 from sottovoce_core.runs.run import build_run
@@ -31,7 +32,8 @@ from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import capture_registry
 from sottovoce_eavesdropper.capture_reader import Capture, open_capture
-from sottovoce_eavesdropper.grpc_proxy import GrpcProxy
+from sottovoce_eavesdropper.grpc_proxy import GrpcProxy, GrpcRecorder
+from sottovoce_eavesdropper.http2 import Direction, Event
 from sottovoce_learner import service as learner_service
 from sottovoce_learner.service import Learner
 from sottovoce_learner.storage import run_log
@@ -41,7 +43,7 @@ from sottovoce_learner.storage.store import Ledger
 from sottovoce_learner.storage.wal import EntryKind, RoundPayload
 from sottovoce_rpc.codec import RoundCodec, from_fields, read_hello
 from sottovoce_rpc.learner_status import LearnerState, WaitCause
-from sottovoce_rpc.server import listen_on, open_channel
+from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2, learner_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.learner.test_links import Stream
@@ -431,37 +433,24 @@ async def eventually_said(learner: Learner) -> None:
 
 
 class Cutting(GrpcProxy):
-    """A relay that records a message, and breaks the stream in place of passing it on, at chosen messages of a direction."""
+    """A relay that records a message, and cuts the connection in place of passing it on, at chosen messages of a direction."""
 
     cuts: ClassVar[dict[tuple[int, int, str], list[int]]] = {}
-    """(caller, callee, direction) to the rounds whose messages break the stream, each once."""
+    """(caller, callee, direction) to the rounds whose messages cut the connection, each once."""
 
-    async def _forward_call(self, method: str, context: Any) -> None:
-        self._cut = asyncio.Event()
-        passing, cut = (
-            asyncio.ensure_future(super()._forward_call(method, context)),
-            asyncio.ensure_future(self._cut.wait()),
-        )
-        await asyncio.wait({passing, cut}, return_when=asyncio.FIRST_COMPLETED)
-        cut.cancel()
-        if self._cut.is_set():
-            passing.cancel()
-            await asyncio.gather(passing, return_exceptions=True)
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
-        await passing
+    def build_recorder(self, number: int) -> GrpcRecorder:
+        recorder = super().build_recorder(number)
+        record_event = recorder.record_event
 
-    def _build_recorder(self, direction: str, stream: int, connection: int, method: str) -> Any:
-        note = super()._build_recorder(direction, stream, connection, method)
-        due = self.cuts.get((self._route.caller, self._route.callee, direction), [])
-
-        def check(kind: str, payload: bytes) -> None:
-            note(kind, payload)
-            if kind == "message" and due and len(payload) == CODEC.message_bytes and CODEC.decode(payload)[0] == due[0]:
+        def check(direction: Direction, event: Event) -> None:
+            record_event(direction, event)
+            due, payload = self.cuts.get((self.route.caller, self.route.callee, direction), []), event.payload
+            if due and len(payload) == CODEC.message_bytes and CODEC.decode(payload)[0] == due[0]:
                 due.pop(0)
-                self._cut.set()
-                raise asyncio.InvalidStateError("cut")
+                raise Unavailable("cut")
 
-        return check
+        recorder.record_event = check  # type: ignore[method-assign]
+        return recorder
 
 
 def by_round(transcript: Transcript) -> FloatArray:
@@ -526,10 +515,8 @@ async def test_a_relay_that_is_restarted_on_its_port_is_found_again(
         await asyncio.sleep(0.2)
         assert (await up.status("ann")).rounds_done <= before + 1  # nobody can go on without a neighbour
 
-        again = recording.proxies[0] = GrpcProxy(relay._route, recording.writer)
-        again._server.add_generic_rpc_handlers((again,))
-        assert listen_on(again._server, address) == address
-        await again._server.start()
+        again = recording.proxies[0] = GrpcProxy(relay.route, recording.writer)
+        assert await again.open(address) == address
         outcome = await running
         transcript = closed(outcome).read_transcript(SHAPES, 4)
     assert (outcome.state, transcript.rounds) == ("finished", 400)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shutil
+from collections import Counter
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,15 +19,17 @@ from sottovoce_client.runs.run_client import Outcome
 from sottovoce_client.transcripts.verify import EXIT_NOT_ALL_SIGNED, read_signatures, verify
 from sottovoce_core.errors import CaptureError, NotFound, ViolationKind
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper import grpc_proxy
 from sottovoce_eavesdropper.capture_reader import open_capture
 from sottovoce_eavesdropper.capture_writer import CaptureWriter
+from sottovoce_eavesdropper.http2 import GrpcDecoder
+from sottovoce_eavesdropper.proxy import Connection
 from sottovoce_learner import session
 from sottovoce_learner.peers.outbox import Outbox
 from sottovoce_learner.session import Session
 from sottovoce_rpc.certificates import AUTHORITIES_FILE
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.signatures import ROUNDS_PER_BLOCK, SignedStatement, Statement, compute_frame_digest, is_signature
+from sottovoce_rpc.tasks import Tasks
 from tests.examples import made_up, small_spec
 from tests.gossip import gossip_spec
 from tests.services.identities import Identities
@@ -39,6 +44,17 @@ ROUNDS = 2 * ROUNDS_PER_BLOCK + 6
 def _signatures_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is: nobody finishes without them because they took too long."""
     monkeypatch.setattr(session, "_SIGNATURE_TIMEOUT_S", PATIENCE_S)
+
+
+def read_messages() -> Callable[[Any, bytes], list[bytes]]:
+    """What reads the messages that end in the bytes of one end of a relayed connection."""
+    decoders = dict[Any, GrpcDecoder]()
+
+    def read(end: Any, data: bytes) -> list[bytes]:
+        decoder = decoders.setdefault(end._connection, GrpcDecoder(2**20, itertools.count(1).__next__))
+        return [event.payload for event in decoder.decode(end.direction, data) if event.kind == "message"]
+
+    return read
 
 
 def spec_of(capture: str = "relay") -> RunSpec:
@@ -121,26 +137,31 @@ async def test_a_run_is_over_when_its_last_signatures_have_come(
 ) -> None:
     """Those of ben are late: who has done all rounds waits for them, for they would be cut off with the channels."""
     ids, spec, states = Identities(tmp_path / "identities"), spec_of(), list[list[LearnerState]]()
-    true_pump = grpc_proxy._pump
+    forward, messages, late = Connection.forward, read_messages(), Tasks()
 
-    async def pump(read: Any, write: Any, note: Any, room: Any) -> None:
-        async def late() -> Any:
-            payload = await read()
-            if payload and is_signature(payload):
-                said = SignedStatement.decode(up.learners["ben"].status.run_id, payload).statement
-                if NAMES[said.sender] == "ben" and said.block == ROUNDS // ROUNDS_PER_BLOCK:
-                    while True:
-                        if all(up.learners[name].status.rounds_done == ROUNDS for name in NAMES):
-                            break
-                        await asyncio.sleep(0)
-                    for _ in range(20):  # enough to finish in, for whoever does not wait
-                        await asyncio.sleep(0.001)
-                    states.append([up.learners[name].status.state for name in ("ann", "cleo")])
-            return payload
+    async def pass_on_late(connection: Connection, end: Any, data: bytes) -> None:
+        while True:
+            if all(up.learners[name].status.rounds_done == ROUNDS for name in NAMES):
+                break
+            await asyncio.sleep(0)
+        for _ in range(20):  # enough to finish in, for whoever does not wait
+            await asyncio.sleep(0.001)
+        states.append([up.learners[name].status.state for name in ("ann", "cleo")])
+        forward(connection, end, data)
+        end.release("late")
 
-        await true_pump(late, write, note, room)
+    def hold(connection: Connection, end: Any, data: bytes) -> None:
+        for payload in filter(is_signature, messages(end, data)):
+            statement = SignedStatement.decode(up.learners["ben"].status.run_id, payload).statement
+            if NAMES[statement.sender] == "ben" and statement.block == ROUNDS // ROUNDS_PER_BLOCK:
+                at = data.index(payload) - 14  # the frame's header, and the message's
+                end.hold("late")
+                late.start(pass_on_late(connection, end, data[at:]), "signatures are lost")
+                data = data[:at]
+                break
+        forward(connection, end, data)
 
-    monkeypatch.setattr(grpc_proxy, "_pump", pump)
+    monkeypatch.setattr(Connection, "forward", hold)
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished", outcome.detail
@@ -229,20 +250,17 @@ async def test_a_relay_that_says_something_else_is_found_out(tmp_path: Path, mon
     def forged(payload: bytes) -> bytes:
         return payload[:-1] + bytes([payload[-1] ^ 0x80])  # the sign of the last number
 
-    true_pump = grpc_proxy._pump
+    forward, messages, passed = Connection.forward, read_messages(), Counter[Any]()
 
-    async def pump(read: Any, write: Any, note: Any, room: Any) -> None:
-        passed = 0
+    def forge(connection: Connection, end: Any, data: bytes) -> None:
+        for payload in messages(end, data):
+            passed[end] += 1
+            if passed[end] == 5 and not is_signature(payload):
+                assert data.count(payload) == 1
+                data = data.replace(payload, forged(payload))
+        forward(connection, end, data)
 
-        async def replaced() -> Any:
-            nonlocal passed
-            payload = await read()
-            passed += 1
-            return forged(payload) if passed == 5 and not is_signature(payload) else payload
-
-        await true_pump(replaced, write, note, room)
-
-    monkeypatch.setattr(grpc_proxy, "_pump", pump)
+    monkeypatch.setattr(Connection, "forward", forge)
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec), stop)
     code, text = shown(outcome, ids)

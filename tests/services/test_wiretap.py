@@ -22,9 +22,10 @@ from sottovoce_client.transcripts.show import show
 from sottovoce_client.transcripts.verify import read_signatures
 from sottovoce_core.errors import CaptureError, PermissionDenied, Unavailable
 from sottovoce_core.runs.policy import Policy
-from sottovoce_eavesdropper import capture_writer, tcp_proxy
+from sottovoce_eavesdropper import capture_writer
 from sottovoce_eavesdropper.capture_reader import Capture, open_capture
 from sottovoce_eavesdropper.capture_writer import CaptureWriter
+from sottovoce_eavesdropper.proxy import Proxy
 from sottovoce_eavesdropper.service import Eavesdropper
 from sottovoce_eavesdropper.tcp_proxy import Framing, TcpProxy
 from sottovoce_learner.peers import connection
@@ -229,7 +230,7 @@ async def test_when_the_way_leads_elsewhere_connections_end_and_others_lead_ther
 
 
 async def test_beyond_the_most_connections_one_more_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_proxy, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(Proxy, "max_connections", 1)
     async with tapped(tmp_path) as (port, _, _):
         first, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"x")
@@ -247,7 +248,7 @@ async def test_without_an_identity_other_users_of_this_machine_do_not_come_throu
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the learner behind it a connection of theirs would be this user's; with an identity, TLS tells them apart."""
-    monkeypatch.setattr("sottovoce_rpc.credentials.is_same_user", lambda peer: not peer.startswith("ipv4:[127.0.0.1]:"))
+    monkeypatch.setattr("sottovoce_rpc.credentials.is_same_user", lambda peer: not peer.startswith("ipv4:127.0.0.1:"))
     ids = Identities(tmp_path / "ids")
     for credentials, answer in ((Credentials(), b""), (ids.of("eavesdropper/ear"), b"x")):
         async with tapped(tmp_path / str(answer), credentials=credentials) as (port, _, _):
