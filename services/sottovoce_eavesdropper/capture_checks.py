@@ -91,6 +91,8 @@ class CaptureChecks:
         first_detections: the first `_MAX_STORED_DETECTIONS` detections.
         contradiction: description of the first round sent with two contents; empty if there is none.
         unchecked_reason: what could not be checked, and why; None if everything is.
+        is_logged: detections are logged.
+        rounds: sender, receiver, round and digest of messages since they were taken; None: they are not kept.
     """
 
     def __init__(
@@ -100,6 +102,8 @@ class CaptureChecks:
         self.counts_by_kind = dict[str, int]()
         self.first_detections: list[Detection] = []
         self.contradiction = ""
+        self.rounds: list[tuple[int, int, int, bytes]] | None = None
+        self.is_logged = True
         self.unchecked_reason: str | None = None if spec else "anything: there is no run spec"
         if is_tapped(spec):
             spec, self.unchecked_reason = {}, "anything: a wiretap reads no messages"
@@ -129,8 +133,14 @@ class CaptureChecks:
                 self._spec, self.unchecked_reason = {}, f"anything more: {reason}"
             marked.append(row._replace(is_repeat=True) if is_repeat else row)
             for detection in detections:
-                self._record_detection(detection)
+                self.record_detection(detection)
         return marked
+
+    def check_versions(self, rounds: Iterable[tuple[int, int, int, bytes]]) -> None:
+        """Check the first contents of rounds (sender, receiver, round, digest) that a worker has seen against those of others."""
+        for sender, receiver, t, content_digest in rounds:
+            for detection in self._checks.check_version(sender, receiver, t, content_digest):
+                self.record_detection(detection)
 
     def remember_round(self, sender: int, receiver: int, t: int, payload: bytes) -> None:
         """Remember a round that an earlier eavesdropper recorded: it was checked then, but may be resent."""
@@ -176,6 +186,8 @@ class CaptureChecks:
             t, claimed, message = self._decoded.get(content_digest) or self._decode(row.payload, content_digest)
         except RemoteProtocolError as error:
             return False, checks.report_undecodable(row.sender, other, row.stream, str(error)[:_MAX_QUOTED_CHARS])
+        if self.rounds is not None:
+            self.rounds.append((row.sender, other, t, content_digest))
         found = CapturedMessage(row.sender, other, row.stream, claimed, t, message.fields, content_digest, row.size)
         return checks.is_repeat(found), checks.check_message(found)
 
@@ -202,19 +214,28 @@ class CaptureChecks:
         self._decoded[content_digest] = found
         return found
 
-    def _record_detection(self, detection: Detection) -> None:
-        self.detection_count += 1
+    def record_detection(self, detection: Detection) -> None:
+        """Count a detection, keep it if it is one of the first, and log it."""
         if detection.is_contradiction:
             self.contradiction = self.contradiction or detection.text
-        self.counts_by_kind[detection.kind] = self.counts_by_kind.get(detection.kind, 0) + 1
+        self.count_detections(detection.kind, 1)
         if self.detection_count <= _MAX_STORED_DETECTIONS:
             self.first_detections.append(detection)
-        if self.detection_count <= _MAX_LOGGED_DETECTIONS:
+        if self.is_logged and self.detection_count <= _MAX_LOGGED_DETECTIONS:
             log.error(
                 "protocol violation detected", capture=self._capture_id, kind=detection.kind, detail=detection.text
             )
-        if self.detection_count == _MAX_LOGGED_DETECTIONS:
+        if self.is_logged and self.detection_count == _MAX_LOGGED_DETECTIONS:
             log.error("more detections are counted, not logged", capture=self._capture_id)
+
+    def count_detections(self, kind: str, number: int) -> None:
+        """Count detections of a kind."""
+        self.detection_count += number
+        self.counts_by_kind[kind] = self.counts_by_kind.get(kind, 0) + number
+
+    def clear_detections(self) -> None:
+        """Forget the detections so far."""
+        self.detection_count, self.counts_by_kind, self.first_detections = 0, {}, []
 
 
 def _build_expected_traffic(run: Run) -> ExpectedTraffic:

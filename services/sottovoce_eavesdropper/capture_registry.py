@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import structlog
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -16,15 +17,16 @@ from sottovoce_core.errors import AlreadyExists, CaptureError, LimitReached, Not
 from sottovoce_eavesdropper.capture_reader import Capture, open_capture
 from sottovoce_eavesdropper.capture_session import (
     CaptureSession,
+    EdgeProxy,
     Participants,
+    build_proxy,
     compute_sent_rounds,
     find_open_capture,
     resume_capture,
 )
 from sottovoce_eavesdropper.capture_writer import CaptureWriter
-from sottovoce_eavesdropper.grpc_proxy import GrpcProxy
 from sottovoce_eavesdropper.storage import Folder, open_folder
-from sottovoce_eavesdropper.tcp_proxy import TcpProxy
+from sottovoce_eavesdropper.worker_pool import RemoteProxy, WorkerPool
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.codec import from_fields
 from sottovoce_rpc.credentials import Credentials
@@ -47,14 +49,19 @@ class CaptureRegistry:
         host: host on which proxies listen.
         credentials: credentials of the eavesdropper.
         allow_imports: allow a run spec to name code to import.
+        workers: number of processes that serve edges; 0: this one.
     """
 
-    def __init__(self, folder: str | Path, host: str, credentials: Credentials, *, allow_imports: bool) -> None:
+    def __init__(
+        self, folder: str | Path, host: str, credentials: Credentials, *, allow_imports: bool, workers: int = 0
+    ) -> None:
         self._folder, self._host, self._credentials, self._allow_imports = folder, host, credentials, allow_imports
         self.sessions: dict[str, CaptureSession] = {}
         """Capture sessions by capture id, the oldest first."""
         self.refusals = Refusals()
         """Calls that relays refused."""
+        self.pool = WorkerPool(workers, credentials, self.refusals, allow_imports=allow_imports)
+        self._writers = WeakValueDictionary[str, CaptureWriter]()  # also of captures that are being opened
         self._tasks = Tasks()
         self._opening: list[int] = []  # proxy counts of captures that are being opened
         self._resuming: dict[str, asyncio.Task[CaptureSession | None]] = {}
@@ -91,6 +98,11 @@ class CaptureRegistry:
         """Write everything in memory, then end. Captures that were not closed stay open, to be resumed."""
         await self._tasks.end()
         await asyncio.gather(*(each.close(drain_timeout_s=0.0, has_run_ended=False) for each in self.sessions.values()))
+        await self.pool.stop()
+
+    def find_writer(self, capture_id: str) -> CaptureWriter | None:
+        """Return the writer of a capture that a worker records; None if it is over."""
+        return self._writers.get(capture_id)
 
     def get(self, capture_id: str) -> CaptureSession:
         """Return the capture with this id.
@@ -172,8 +184,8 @@ class CaptureRegistry:
             _create_writer, folder, capture_id, request, spec, allow_imports=self._allow_imports
         )
         file.opener = opener
-        new = (self._build_proxy(route, file, participants) for route in request.routes)
-        proxies, addresses = await _start_proxies((proxy, f"{self._host}:0") for proxy in new)
+        new = (self._build_proxy(k, route, file, participants) for k, route in enumerate(request.routes))
+        proxies, addresses = await _start_proxies(((proxy, f"{self._host}:0") for proxy in new), file)
         file.routes = [_describe_route(*each) for each in zip(request.routes, addresses, strict=True)]
         await file.write_metadata()
         return self._start_session(file, proxies)
@@ -202,17 +214,21 @@ class CaptureRegistry:
             self._opening.remove(len(routes))
 
     def _build_proxy(
-        self, route: eavesdropper_pb2.Route, file: CaptureWriter, participants: Participants, before: int = 0
-    ) -> GrpcProxy | TcpProxy:
-        """Build the proxy of an edge with `before` streams (wiretap: connections) recorded before."""
-        if file.ciphertext is not None:
-            return TcpProxy(route, file, connection_count=before, credentials=self._credentials)
-        ends, refused = participants.get_end_names(route), self.refusals
-        return GrpcProxy(
-            route, file, stream_count=before, end_names=ends, credentials=self._credentials, refusals=refused
-        )
+        self,
+        number: int,
+        route: eavesdropper_pb2.Route,
+        file: CaptureWriter,
+        participants: Participants,
+        before: int = 0,
+    ) -> EdgeProxy:
+        """Build the proxy of the edge with this number, here or in a worker."""
+        recording = self.pool.deal(file, number)
+        if recording is None:
+            return build_proxy(route, file, participants, before, self._credentials, self.refusals)
+        self._writers[file.capture_id] = file
+        return RemoteProxy(route, recording, before)
 
-    def _start_session(self, file: CaptureWriter, proxies: list[GrpcProxy | TcpProxy]) -> CaptureSession:
+    def _start_session(self, file: CaptureWriter, proxies: list[EdgeProxy]) -> CaptureSession:
         participants = Participants.from_spec(file.spec)
         session = self.sessions[file.capture_id] = CaptureSession(file, proxies, Tasks(), participants)
         session.writer_tasks.start(file.write_parts(), "a capture is no longer written")
@@ -228,24 +244,25 @@ class CaptureRegistry:
         await file.write_metadata()
         participants = Participants.from_spec(file.spec)
 
-        def build_proxies() -> Iterator[tuple[GrpcProxy | TcpProxy, str]]:
-            for each in file.routes:
+        def build_proxies() -> Iterator[tuple[EdgeProxy, str]]:
+            for number, each in enumerate(file.routes):
                 route = eavesdropper_pb2.Route(caller=each["caller"], callee=each["callee"], target=each["target"])
                 count = before.get((route.caller, route.callee), 0)
-                yield self._build_proxy(route, file, participants, count), each["address"]
+                yield self._build_proxy(number, route, file, participants, count), each["address"]
 
         # All or none: a port in use may be free later, and then the other ports must be free, too.
-        proxies, _ = await _start_proxies(build_proxies())
+        proxies, _ = await _start_proxies(build_proxies(), file)
         return self._start_session(file, proxies)
 
 
 async def _start_proxies(
-    wanted: Iterable[tuple[GrpcProxy | TcpProxy, str]],
-) -> tuple[list[GrpcProxy | TcpProxy], list[str]]:
+    wanted: Iterable[tuple[EdgeProxy, str]], file: CaptureWriter
+) -> tuple[list[EdgeProxy], list[str]]:
     """Start all proxies or none. They are built one by one, so that other calls are served in between.
 
     Args:
         wanted: proxies, built lazily, with the listen address of each.
+        file: writer of their capture.
 
     Returns:
         The proxies, and their actual addresses.
@@ -253,13 +270,14 @@ async def _start_proxies(
     Raises:
         SottovoceError: a proxy cannot listen.
     """
-    proxies, addresses = list[GrpcProxy | TcpProxy](), list[str]()
+    proxies, addresses = list[EdgeProxy](), list[str]()
     try:
         for proxy, listen in wanted:
             proxies.append(proxy)
             addresses.append(await proxy.open(listen))
     except BaseException:
         await asyncio.gather(*(proxy.stop() for proxy in proxies))
+        await asyncio.gather(*(source.close() for source in file.sources))
         raise
     return proxies, addresses
 

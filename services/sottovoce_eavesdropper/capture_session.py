@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
@@ -30,9 +30,12 @@ from sottovoce_eavesdropper.capture_checks import EXCHANGE_METHODS, CaptureRow
 from sottovoce_eavesdropper.capture_reader import Capture, open_capture
 from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter, parse_part_number
 from sottovoce_eavesdropper.grpc_proxy import MAX_PAYLOAD_BYTES, GrpcProxy
+from sottovoce_eavesdropper.proxy import Proxy
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_eavesdropper.tcp_proxy import TcpProxy
+from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.codec import RoundCodec
+from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.signatures import is_signature
 from sottovoce_rpc.tasks import Tasks
@@ -45,12 +48,49 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
+class EdgeProxy(Protocol):
+    """Proxy of one edge, in this process or in a worker.
+
+    Attributes:
+        route: learners that open and accept the stream, and the address of the latter.
+    """
+
+    route: eavesdropper_pb2.Route
+
+    async def open(self, listen: str) -> str:
+        """Listen on `host:port`; return the address."""
+        ...
+
+    async def redirect(self, target: str) -> None:
+        """Send later connections to another address, and cut open ones."""
+        ...
+
+    async def stop(self) -> None:
+        """Accept no new connection, wait for the last calls, then end the rest."""
+        ...
+
+
+def build_proxy(
+    route: eavesdropper_pb2.Route,
+    file: CaptureWriter,
+    participants: Participants,
+    before: int,
+    credentials: Credentials,
+    refusals: Refusals,
+) -> Proxy:
+    """Build the proxy of an edge with `before` streams (wiretap: connections) recorded before."""
+    if file.ciphertext is not None:
+        return TcpProxy(route, file, connection_count=before, credentials=credentials)
+    names = participants.get_end_names(route)
+    return GrpcProxy(route, file, stream_count=before, end_names=names, credentials=credentials, refusals=refusals)
+
+
 @dataclass(slots=True)
 class CaptureSession:
     """A capture, the relays or wiretaps that feed it, its writer, and the state of its mirror streams."""
 
     writer: CaptureWriter
-    proxies: list[GrpcProxy | TcpProxy]
+    proxies: list[EdgeProxy]
     writer_tasks: Tasks
     participants: Participants
     mirror_end_event: asyncio.Event = field(default_factory=asyncio.Event)
@@ -107,6 +147,8 @@ class CaptureSession:
         """Replace the run's spec after learners have left or joined."""
         if spec != self.writer.spec:
             self.writer.reconfigure(spec)
+            for source in self.writer.sources:
+                await source.reconfigure(spec)
             await self.writer.write_metadata()
 
     def record_copies(self, request: eavesdropper_pb2.MirrorRequest, rows: Iterable[CaptureRow]) -> None:

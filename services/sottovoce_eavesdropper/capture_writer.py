@@ -14,13 +14,14 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
+from sottovoce_core.auditing.online_checks import Detection
 from sottovoce_core.errors import RemoteProtocolError
 from sottovoce_core.network.participation_schedule import Participation, ParticipationSchedule
 from sottovoce_core.registry import UNBOUNDED_ROUNDS
@@ -31,6 +32,7 @@ from sottovoce_eavesdropper.capture_checks import CaptureChecks, CaptureRow, Gap
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec, Shapes
 from sottovoce_rpc.logs import describe_failure
+from sottovoce_wire.v1 import eavesdropper_pb2
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -110,7 +112,23 @@ class CiphertextCounts:
             self.records, self.bytes = self.records + times, self.bytes + size
 
 
-@dataclass(slots=True)
+class RowSource(Protocol):
+    """Another process that records edges of a capture."""
+
+    async def flush(self) -> None:
+        """Send every row in memory."""
+        ...
+
+    async def reconfigure(self, spec: str) -> None:
+        """Replace the run's spec."""
+        ...
+
+    async def close(self) -> None:
+        """Send every row in memory, and end."""
+        ...
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class CaptureWriter:
     """Writer of one capture.
 
@@ -126,6 +144,9 @@ class CaptureWriter:
         gaps: missing rounds, in copies or while no eavesdropper relayed.
         opener: principal that opened the capture, `role/name`; empty for one without a certificate.
         awaited_rounds: for a resumed capture, next round of each (sender, receiver) until a message arrives.
+        sources: processes that record edges of the capture.
+        next_rounds: one more than the last round that they have recorded, by (sender, receiver).
+        edge_counts: streams of the edges that they have recorded; for a wiretap connections.
         is_interrupted: an earlier eavesdropper died in this wiretap capture: unknown rounds are missing.
         part_count: number of written parts.
         message_count, byte_count: recorded messages (without hellos and metadata) and their bytes.
@@ -148,6 +169,9 @@ class CaptureWriter:
     routes: Sequence[Mapping[str, Any]] = ()
     gaps: Gaps = field(default_factory=Gaps)
     awaited_rounds: dict[tuple[int, int], int] = field(default_factory=dict)
+    sources: list[RowSource] = field(default_factory=list)
+    next_rounds: dict[tuple[int, int], int] = field(default_factory=dict)
+    edge_counts: dict[tuple[int, int], int] = field(default_factory=dict)
     opener: str = ""
     message_count: int = 0
     byte_count: int = 0
@@ -163,7 +187,7 @@ class CaptureWriter:
     _rows: list[CaptureRow] = field(default_factory=list)
     _buffered_bytes: int = 0
     _complete: bool = False
-    _due: list[Sequence[CaptureRow]] = field(default_factory=list)  # checked, and not yet stored
+    _due: list[bytes] = field(default_factory=list)  # encoded parts that are not yet stored
     _is_store_away: bool = False
     _full: asyncio.Event = field(default_factory=asyncio.Event)
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -267,18 +291,70 @@ class CaptureWriter:
         """
         async with self._writing:
             rows, self._rows, self._buffered_bytes = self._rows, [], 0
-            if not rows and not self._due:
-                return
-            try:
-                await _run_to_end(lambda: self._write(rows))
-            except Exception as error:  # noqa: BLE001 - neither a full disk nor a bug may let memory grow
-                self._handle_failure(error)
+            if rows or self._due:
+                await self._run_write(lambda: self._write(rows))
+
+    async def _run_write(self, write: Callable[[], None]) -> None:
+        try:
+            await _run_to_end(write)
+        except Exception as error:  # noqa: BLE001 - neither a full disk nor a bug may let memory grow
+            self._handle_failure(error)
+
+    async def add_part(self, part: eavesdropper_pb2.WorkerPart) -> None:
+        """Write a part that a worker has checked and encoded; nothing if the capture has ended with an error."""
+        for each in part.channels:
+            caller, callee = sorted((each.sender, each.receiver))
+            self.count_traffic(caller, callee, each.sender, each.bytes, each.messages)
+            if self.ciphertext is None:
+                self.message_count, self.byte_count = self.message_count + each.messages, self.byte_count + each.bytes
+            else:
+                self.ciphertext.add_rows("ciphertext", each.bytes, each.messages)
+        if self.ciphertext is not None:
+            self.ciphertext.connections += part.connections
+        for edge in part.edges:
+            self.edge_counts[edge.caller, edge.callee] = edge.count
+        for rounds in part.rounds:
+            channel = rounds.sender, rounds.receiver
+            if channel in self.awaited_rounds:
+                self.gaps.resume_channel(*channel, next_round=self.awaited_rounds.pop(channel), t=rounds.first)
+            self.next_rounds[channel] = max(self.next_rounds.get(channel, 0), rounds.last + 1)
+        if part.unchecked_reason:
+            self.checks.unchecked_reason = part.unchecked_reason
+
+        def write() -> None:
+            known = self.checks.detection_count
+            listed = [Detection(**json.loads(each)) for each in part.detections]
+            for detection in listed:
+                self.checks.record_detection(detection)
+            for kind, number in part.detection_counts.items():
+                self.checks.count_detections(kind, number - sum(each.kind == kind for each in listed))
+            versions, digests = part.versions, part.versions.digests
+            self.checks.check_versions(
+                (*ends, digests[16 * k : 16 * k + 16])
+                for k, ends in enumerate(zip(versions.senders, versions.receivers, versions.rounds, strict=True))
+            )
+            self._due.append(part.content)
+            self._write(())
+            if self.checks.detection_count > known:
+                self._write_metadata()
+
+        async with self._writing:
+            if self.write_error is None:
+                await self._run_write(write)
+
+    def interrupt_edges(self, edges: Iterable[tuple[int, int]]) -> None:
+        """Note that the process which recorded these edges has ended with the rows in its memory: rounds may be missing."""
+        if self.ciphertext is not None:
+            self.is_interrupted = True
+            return
+        for caller, callee in edges:
+            for channel in ((caller, callee), (callee, caller)):
+                self.awaited_rounds.setdefault(channel, self.next_rounds.get(channel, 0))
 
     def _handle_failure(self, error: Exception) -> None:
         """Keep unwritten rows if a remote store may come back, else end the capture."""
         reason = {"reason": str(error)} if isinstance(error, OSError) else describe_failure(error)
-        held = sum(len(row.payload) for own in self._due for row in own)
-        fits = held < 2 * MAX_PART_BYTES and sum(map(len, self._due)) < _MAX_BUFFERED_ROWS
+        fits = sum(map(len, self._due)) < 2 * MAX_PART_BYTES
         if self.is_open and fits and self.storage_folder.is_remote and isinstance(error, OSError):
             if not self._is_store_away:
                 log.error(
@@ -299,6 +375,8 @@ class CaptureWriter:
             has_run_ended: False if its run may go on, with an eavesdropper that resumes the capture.
         """
         async with self._closing:
+            for source in self.sources:
+                await source.close()
             self.is_open = False
             await self.flush()
             await self._write_end(has_run_ended=has_run_ended)
@@ -306,6 +384,9 @@ class CaptureWriter:
     async def flush_fully(self) -> None:
         """Write what is in memory; wait for the end of a capture that is being closed."""
         async with self._closing:
+            if self.is_open:
+                for source in self.sources:
+                    await source.flush()
             await self.flush()
 
     async def _write_end(self, *, has_run_ended: bool) -> None:
@@ -329,11 +410,10 @@ class CaptureWriter:
     def _write(self, rows: Sequence[CaptureRow]) -> None:
         """Check recorded rows, and write them in parts; runs in a thread."""
         known = self.checks.detection_count
-        self._due += _split_into_parts(self.checks.check_rows(rows))
+        checked = self.checks.check_rows(rows)
+        self._due += (self.encode_part(part) for part in split_into_parts(checked))
         while self._due:
-            self.storage_folder.write(
-                format_part_name(self.part_count + 1), _encode_part(self._due[0], self.run_id, self.world, self.replica)
-            )
+            self.storage_folder.write(format_part_name(self.part_count + 1), self._due[0])
             self.part_count += 1
             del self._due[0]
         if self._is_store_away:
@@ -341,6 +421,21 @@ class CaptureWriter:
             self._is_store_away = False
         if self.checks.detection_count > known:
             self._write_metadata()
+
+    def encode_part(self, rows: Sequence[CaptureRow]) -> bytes:
+        """Encode rows as a Parquet file."""
+        import pyarrow as pa
+
+        labels = (self.run_id, *(-1 if each is None else each for each in (self.world, self.replica)))
+        columns = [*zip(*rows, strict=True), *([label] * len(rows) for label in labels)]
+        table = pa.Table.from_arrays(
+            [pa.array(column, kind.type) for column, kind in zip(columns, build_schema(), strict=True)],
+            schema=build_schema(),
+        )
+        sink = pa.BufferOutputStream()
+        import_parquet().write_table(table, sink, compression="zstd")
+        content: bytes = sink.getvalue().to_pybytes()
+        return content
 
     def _write_metadata(self) -> None:
         facts = {
@@ -376,7 +471,7 @@ async def _run_to_end(work: Callable[[], None]) -> None:
         raise
 
 
-def _split_into_parts(rows: Sequence[CaptureRow]) -> Iterator[Sequence[CaptureRow]]:
+def split_into_parts(rows: Sequence[CaptureRow]) -> Iterator[Sequence[CaptureRow]]:
     """Split rows into parts of at most `MAX_PART_ROWS` rows, and `MAX_PART_BYTES` not counting the last row."""
     begin, held = 0, 0
     for end, row in enumerate(rows, 1):
@@ -384,22 +479,6 @@ def _split_into_parts(rows: Sequence[CaptureRow]) -> Iterator[Sequence[CaptureRo
         if end - begin == MAX_PART_ROWS or held >= MAX_PART_BYTES or end == len(rows):
             yield rows[begin:end]
             begin, held = end, 0
-
-
-def _encode_part(rows: Sequence[CaptureRow], run: str, world: int | None, replica: int | None) -> bytes:
-    """Encode a part as a Parquet file."""
-    import pyarrow as pa
-
-    labels = (run, -1 if world is None else world, -1 if replica is None else replica)
-    columns = [*zip(*rows, strict=True), *([label] * len(rows) for label in labels)]
-    table = pa.Table.from_arrays(
-        [pa.array(column, kind.type) for column, kind in zip(columns, build_schema(), strict=True)],
-        schema=build_schema(),
-    )
-    sink = pa.BufferOutputStream()
-    import_parquet().write_table(table, sink, compression="zstd")
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
 
 
 def _compute_participations(spec: Mapping[str, Any]) -> dict[int, Participation]:

@@ -20,7 +20,7 @@ from sottovoce_eavesdropper.capture_session import CaptureSession
 from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter, parse_part_number, prefer_messages
 from sottovoce_eavesdropper.grpc_proxy import FINISH_TIMEOUT_S, MAX_PAYLOAD_BYTES
 from sottovoce_eavesdropper.storage import Folder, open_folder, require_folder
-from sottovoce_rpc.access import UNIDENTIFIED_CALLER, Refusals, StreamLimit
+from sottovoce_rpc.access import UNIDENTIFIED_CALLER, Refusals, StreamLimit, release_read_slot
 from sottovoce_rpc.addresses import require_host
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.logs import log_start, warn_if_open
@@ -37,6 +37,7 @@ from sottovoce_rpc.server import (
 )
 from sottovoce_rpc.specs import document_from_wire, require_run_id, resolve_run_id
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
+from sottovoce_wire.v1.eavesdropper_pb2 import WorkRequest, WorkResponse
 
 log = structlog.get_logger()
 
@@ -63,6 +64,7 @@ class EavesdropperConfig:
         advertise_host: name of this host for learners, if it differs from that of `listen`.
         allow_imports: allow a run spec to name code to import; without it, such a run is checked less.
         credentials: credentials of this eavesdropper.
+        workers: number of processes that serve edges; 0: this one.
     """
 
     listen: str = "127.0.0.1:0"
@@ -70,6 +72,7 @@ class EavesdropperConfig:
     advertise_host: str | None = None
     allow_imports: bool = False
     credentials: Credentials = field(default_factory=Credentials)
+    workers: int = 0
 
     def __post_init__(self) -> None:
         if self.advertise_host is not None:
@@ -83,7 +86,11 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         self.config = config
         self._host = config.listen.rsplit(":", 1)[0]
         self._captures = CaptureRegistry(
-            config.folder, self._host, config.credentials, allow_imports=config.allow_imports
+            config.folder,
+            self._host,
+            config.credentials,
+            allow_imports=config.allow_imports,
+            workers=config.workers,
         )
         self._mirrors = StreamLimit(
             MAX_MIRROR_STREAMS if config.credentials.principal else MAX_CONCURRENT_CALLS, "copies"
@@ -110,6 +117,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             _MAX_MESSAGE_BYTES,
         )
         self.address = self._advertise(self.server.address)
+        self._captures.pool.address = self.server.address
         if not remote:
             warn_if_open(Path(self.config.folder), "folder of captures")
         return self.address
@@ -224,6 +232,12 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
                 count += len(request.messages)
                 await capture.writer.wait_for_buffer()
         return eavesdropper_pb2.MirrorResponse(messages=count)
+
+    async def Work(self, requests: AsyncIterator[WorkRequest], context: Context) -> AsyncIterator[WorkResponse]:
+        """Serve a worker of this eavesdropper."""
+        release_read_slot()
+        async for task in self._captures.pool.serve(requests, self._captures.find_writer):
+            yield task
 
     def _get_caller_name(self, context: Context) -> str:
         """Return the caller's principal as text; empty for a caller without a certificate."""

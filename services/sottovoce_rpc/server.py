@@ -78,6 +78,15 @@ CHANNEL_OPTIONS: Options = (
 )
 
 
+def choose_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """Return the loop factory of uvloop if it is installed (optional dependency `fast`), else asyncio's."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        return asyncio.new_event_loop
+    return new_event_loop
+
+
 def limit_message_size(options: Options, max_message_bytes: int) -> Options:
     """Return server or channel options with this maximum size of incoming messages."""
     return tuple({**dict(options), "grpc.max_receive_message_length": max_message_bytes}.items())

@@ -246,10 +246,13 @@ async def network(
     noise: Path | None = None,
     durable: bool = False,
     identities: Issuing | None = None,
+    workers: int = 0,
 ) -> AsyncIterator[Network]:
-    """All services for learners of these names."""
+    """All services for learners of these names, and processes of the eavesdropper that serve edges."""
     own, captures = credentials_of(identities, "eavesdropper/ear"), folder / "captures"
-    eavesdropper = Eavesdropper(EavesdropperConfig(folder=captures, allow_imports=True, credentials=own))
+    eavesdropper = Eavesdropper(
+        EavesdropperConfig(folder=captures, allow_imports=True, credentials=own, workers=workers)
+    )
     state, own = folder / "coordinator" if durable else None, credentials_of(identities, "coordinator/main")
     config = CoordinatorConfig(
         eavesdropper=await eavesdropper.start(), allow_imports=True, state=state, credentials=own

@@ -141,7 +141,7 @@ async def test_parts_are_of_bounded_size(tmp_path: Path, monkeypatch: pytest.Mon
     assert counts == [4, 4, 2]
     monkeypatch.setattr(capture_writer, "MAX_PART_ROWS", 100)
     monkeypatch.setattr(capture_writer, "MAX_PART_BYTES", 100)
-    assert [len(own) for own in capture_writer._split_into_parts([row(bytes(60)) for _ in range(5)])] == [2, 2, 1]
+    assert [len(own) for own in capture_writer.split_into_parts([row(bytes(60)) for _ in range(5)])] == [2, 2, 1]
 
 
 WRITER = """

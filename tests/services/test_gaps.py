@@ -35,6 +35,7 @@ from sottovoce_eavesdropper.capture_checks import CaptureChecks, CaptureRow, Gap
 from sottovoce_eavesdropper.capture_reader import Capture, open_capture
 from sottovoce_eavesdropper.capture_session import resume_capture
 from sottovoce_eavesdropper.capture_writer import CaptureWriter, parse_part_number
+from sottovoce_eavesdropper.grpc_proxy import GrpcProxy
 from sottovoce_eavesdropper.part_reader import read_part
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import Folder
@@ -214,6 +215,7 @@ async def test_an_eavesdropper_that_is_started_again_takes_up_its_captures(tmp_p
         await recording.writer_tasks.end()
         await old.server.server.stop(None)
         for relay in recording.proxies:
+            assert isinstance(relay, GrpcProxy)
             relay.stop_timeout_s = 0.0
             await relay.stop()
         recording.writer.is_open = False  # what it has in memory goes with it

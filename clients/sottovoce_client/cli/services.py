@@ -321,13 +321,14 @@ def _serve(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     import structlog
 
     from sottovoce_rpc.logs import configure_logs, describe_failure, set_private_umask
+    from sottovoce_rpc.server import choose_loop_factory
 
     configure_logs(get_common_options().log_level or "info", get_common_options().log_format)
     for name in reject_misspelled_variables(os.environ):
         structlog.get_logger().warning("unknown variable", variable=name)
     set_private_umask()
     try:
-        with asyncio.Runner(loop_factory=_choose_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=choose_loop_factory()) as runner:
             runner.run(_run_service(work()))
     except SottovoceError:
         raise
@@ -355,12 +356,3 @@ async def _run_service(work: Coroutine[Any, Any, None]) -> None:
         if not signals:
             raise
         structlog.get_logger().info("stopped", reason=signals[0].name, drained=True)
-
-
-def _choose_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """Return the loop factory of uvloop if it is installed (optional dependency `fast`), else asyncio's."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        return asyncio.new_event_loop
-    return new_event_loop

@@ -137,6 +137,14 @@ class OnlineChecks:
             receiver, first if first == digest else digest
         )  # one object for all receivers of the same bytes
 
+    def check_version(self, sender: int, receiver: int, t: int, digest: bytes) -> tuple[Detection, ...]:
+        """Check the first content of a round that another process has seen, and checked otherwise."""
+        message = CapturedMessage(sender, receiver, 0, sender, t, {}, digest, 0)
+        is_other = self._versions.setdefault((sender, t), digest) != digest
+        found = (self._create_contradiction(message, self._receivers.get((sender, t), {})),) if is_other else ()
+        self.remember(sender, receiver, t, digest)
+        return found
+
     def is_repeat(self, message: CapturedMessage) -> bool:
         """Return whether the receiver got these bytes of this round before, as after a reconnect."""
         return self._receivers.get((message.sender, message.round), {}).get(message.receiver) == message.digest

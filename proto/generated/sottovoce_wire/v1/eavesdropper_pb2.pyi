@@ -515,3 +515,451 @@ class MirrorResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MirrorResponse: _TypeAlias = MirrorResponse  # noqa: Y015
+
+@_typing.final
+class WorkRequest(_message.Message):
+    """What a worker process reports."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> Global___WorkerHello:
+        """First message."""
+
+    @_builtins.property
+    def result(self) -> Global___TaskResult: ...
+    @_builtins.property
+    def part(self) -> Global___WorkerPart: ...
+    @_builtins.property
+    def load(self) -> Global___Load: ...
+    def __init__(
+        self,
+        *,
+        hello: Global___WorkerHello | None = ...,
+        result: Global___TaskResult | None = ...,
+        part: Global___WorkerPart | None = ...,
+        load: Global___Load | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load", "part", b"part", "report", b"report", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load", "part", b"part", "report", b"report", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "result", "part", "load"]  # noqa: Y015
+    _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
+
+Global___WorkRequest: _TypeAlias = WorkRequest  # noqa: Y015
+
+@_typing.final
+class WorkerHello(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    worker: _builtins.int
+    """Number of the worker, from 0."""
+    token: _builtins.bytes
+    """Secret that the eavesdropper has given to this process."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.int = ...,
+        token: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerHello: _TypeAlias = WorkerHello  # noqa: Y015
+
+@_typing.final
+class TaskResult(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    ERROR_CLASS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    task: _builtins.int
+    """Number of the task."""
+    address: _builtins.str
+    """Address of a proxy that was opened."""
+    error_class: _builtins.str
+    """Class and text of an error; empty: there was none."""
+    error: _builtins.str
+    def __init__(
+        self,
+        *,
+        task: _builtins.int = ...,
+        address: _builtins.str = ...,
+        error_class: _builtins.str = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "error", b"error", "error_class", b"error_class", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskResult: _TypeAlias = TaskResult  # noqa: Y015
+
+@_typing.final
+class WorkerPart(_message.Message):
+    """A part of a capture, and facts about its rows that the whole capture needs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DetectionCountsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    CAPTURE_ID_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    CHANNELS_FIELD_NUMBER: _builtins.int
+    CONNECTIONS_FIELD_NUMBER: _builtins.int
+    EDGES_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    DETECTIONS_FIELD_NUMBER: _builtins.int
+    DETECTION_COUNTS_FIELD_NUMBER: _builtins.int
+    UNCHECKED_REASON_FIELD_NUMBER: _builtins.int
+    capture_id: _builtins.str
+    number: _builtins.int
+    """Number of the part among those of this worker; it is sent back when the part is stored."""
+    content: _builtins.bytes
+    """Parquet file."""
+    connections: _builtins.int
+    """Connections that were opened; wiretap only."""
+    unchecked_reason: _builtins.str
+    """What could not be checked, and why; empty: everything was."""
+    @_builtins.property
+    def channels(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChannelTraffic]:
+        """Numbers of messages (wiretap: of TLS records) and of their bytes, by channel."""
+
+    @_builtins.property
+    def edges(self) -> _containers.RepeatedCompositeFieldContainer[Global___EdgeProgress]: ...
+    @_builtins.property
+    def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChannelRounds]: ...
+    @_builtins.property
+    def versions(self) -> Global___RoundVersions:
+        """Digests of the first contents of rounds in this worker."""
+
+    @_builtins.property
+    def detections(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The first detections, JSON."""
+
+    @_builtins.property
+    def detection_counts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Number of all detections, by kind."""
+
+    def __init__(
+        self,
+        *,
+        capture_id: _builtins.str = ...,
+        number: _builtins.int = ...,
+        content: _builtins.bytes = ...,
+        channels: _abc.Iterable[Global___ChannelTraffic] | None = ...,
+        connections: _builtins.int = ...,
+        edges: _abc.Iterable[Global___EdgeProgress] | None = ...,
+        rounds: _abc.Iterable[Global___ChannelRounds] | None = ...,
+        versions: Global___RoundVersions | None = ...,
+        detections: _abc.Iterable[_builtins.str] | None = ...,
+        detection_counts: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        unchecked_reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "channels", b"channels", "connections", b"connections", "content", b"content", "detection_counts", b"detection_counts", "detections", b"detections", "edges", b"edges", "number", b"number", "rounds", b"rounds", "unchecked_reason", b"unchecked_reason", "versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerPart: _TypeAlias = WorkerPart  # noqa: Y015
+
+@_typing.final
+class EdgeProgress(_message.Message):
+    """Streams of an edge so far; of a wiretap connections."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLER_FIELD_NUMBER: _builtins.int
+    CALLEE_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    caller: _builtins.int
+    callee: _builtins.int
+    count: _builtins.int
+    def __init__(
+        self,
+        *,
+        caller: _builtins.int = ...,
+        callee: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["callee", b"callee", "caller", b"caller", "count", b"count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EdgeProgress: _TypeAlias = EdgeProgress  # noqa: Y015
+
+@_typing.final
+class ChannelRounds(_message.Message):
+    """First and last recorded round of a channel in a part."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    RECEIVER_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    sender: _builtins.int
+    receiver: _builtins.int
+    first: _builtins.int
+    last: _builtins.int
+    def __init__(
+        self,
+        *,
+        sender: _builtins.int = ...,
+        receiver: _builtins.int = ...,
+        first: _builtins.int = ...,
+        last: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "last", b"last", "receiver", b"receiver", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChannelRounds: _TypeAlias = ChannelRounds  # noqa: Y015
+
+@_typing.final
+class RoundVersions(_message.Message):
+    """Columns of equal length; a digest has 16 bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDERS_FIELD_NUMBER: _builtins.int
+    RECEIVERS_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    digests: _builtins.bytes
+    @_builtins.property
+    def senders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def receivers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def rounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        senders: _abc.Iterable[_builtins.int] | None = ...,
+        receivers: _abc.Iterable[_builtins.int] | None = ...,
+        rounds: _abc.Iterable[_builtins.int] | None = ...,
+        digests: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "receivers", b"receivers", "rounds", b"rounds", "senders", b"senders"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundVersions: _TypeAlias = RoundVersions  # noqa: Y015
+
+@_typing.final
+class Load(_message.Message):
+    """How much a process that records has to do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class RefusalsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    MESSAGES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    MEDIAN_DELAY_S_FIELD_NUMBER: _builtins.int
+    P99_DELAY_S_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
+    rows: _builtins.int
+    """Rows in memory that are not stored yet, and bytes of their messages."""
+    bytes: _builtins.int
+    messages_per_second: _builtins.float
+    """Messages a second."""
+    busy: _builtins.float
+    """Share of the time in which its event loop worked."""
+    median_delay_s: _builtins.float
+    """Time that messages waited for it: median and 99th percentile."""
+    p99_delay_s: _builtins.float
+    @_builtins.property
+    def refusals(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Refused callers so far, by reason."""
+
+    def __init__(
+        self,
+        *,
+        rows: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        messages_per_second: _builtins.float = ...,
+        busy: _builtins.float = ...,
+        median_delay_s: _builtins.float = ...,
+        p99_delay_s: _builtins.float = ...,
+        refusals: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "bytes", b"bytes", "median_delay_s", b"median_delay_s", "messages_per_second", b"messages_per_second", "p99_delay_s", b"p99_delay_s", "refusals", b"refusals", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class WorkResponse(_message.Message):
+    """Task of a worker. All but the first field belong to the task."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    CAPTURE_ID_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    PROXY_FIELD_NUMBER: _builtins.int
+    REDIRECT_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    FLUSH_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    CLOSE_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    task: _builtins.int
+    """Number of the task, from 1; 0 where no result is expected."""
+    capture_id: _builtins.str
+    spec: _builtins.str
+    """The run has another spec, JSON."""
+    stored: _builtins.int
+    """The part with this number is stored."""
+    @_builtins.property
+    def open(self) -> Global___OpenCaptureRequest:
+        """Begin to record edges of a capture; `routes` are empty."""
+
+    @_builtins.property
+    def proxy(self) -> Global___OpenProxy: ...
+    @_builtins.property
+    def redirect(self) -> Global___Route: ...
+    @_builtins.property
+    def flush(self) -> Global___Flush:
+        """Send every row in memory."""
+
+    @_builtins.property
+    def stop(self) -> Global___Route:
+        """Stop the proxy of this route."""
+
+    @_builtins.property
+    def close(self) -> Global___Flush:
+        """Send every row in memory, and forget the capture."""
+
+    def __init__(
+        self,
+        *,
+        task: _builtins.int = ...,
+        capture_id: _builtins.str = ...,
+        open: Global___OpenCaptureRequest | None = ...,
+        proxy: Global___OpenProxy | None = ...,
+        redirect: Global___Route | None = ...,
+        spec: _builtins.str = ...,
+        flush: Global___Flush | None = ...,
+        stop: Global___Route | None = ...,
+        close: Global___Flush | None = ...,
+        stored: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "flush", b"flush", "open", b"open", "proxy", b"proxy", "redirect", b"redirect", "spec", b"spec", "stop", b"stop", "stored", b"stored", "work", b"work"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "close", b"close", "flush", b"flush", "open", b"open", "proxy", b"proxy", "redirect", b"redirect", "spec", b"spec", "stop", b"stop", "stored", b"stored", "task", b"task", "work", b"work"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["open", "proxy", "redirect", "spec", "flush", "stop", "close", "stored"]  # noqa: Y015
+    _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_work) -> _WhichOneofReturnType_work | None: ...
+
+Global___WorkResponse: _TypeAlias = WorkResponse  # noqa: Y015
+
+@_typing.final
+class OpenProxy(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTE_FIELD_NUMBER: _builtins.int
+    LISTEN_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    listen: _builtins.str
+    """Address to listen on."""
+    count: _builtins.int
+    """Streams of the edge that were recorded before; of a wiretap connections."""
+    @_builtins.property
+    def route(self) -> Global___Route: ...
+    def __init__(
+        self,
+        *,
+        route: Global___Route | None = ...,
+        listen: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["route", b"route"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "listen", b"listen", "route", b"route"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenProxy: _TypeAlias = OpenProxy  # noqa: Y015
+
+@_typing.final
+class Flush(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Flush: _TypeAlias = Flush  # noqa: Y015

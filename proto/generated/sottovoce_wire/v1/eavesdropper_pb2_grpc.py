@@ -45,6 +45,11 @@ class EavesdropperStub(object):
                 request_serializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.MirrorRequest.SerializeToString,
                 response_deserializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.MirrorResponse.FromString,
                 )
+        self.Work = channel.stream_stream(
+                '/sottovoce_wire.v1.Eavesdropper/Work',
+                request_serializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.WorkRequest.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.WorkResponse.FromString,
+                )
 
 
 class EavesdropperServicer(object):
@@ -93,6 +98,13 @@ class EavesdropperServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Work(self, request_iterator, context):
+        """A process that this eavesdropper has started serves edges of its captures.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EavesdropperServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -125,6 +137,11 @@ def add_EavesdropperServicer_to_server(servicer, server):
                     servicer.Mirror,
                     request_deserializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.MirrorRequest.FromString,
                     response_serializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.MirrorResponse.SerializeToString,
+            ),
+            'Work': grpc.stream_stream_rpc_method_handler(
+                    servicer.Work,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.WorkRequest.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.WorkResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -236,5 +253,22 @@ class Eavesdropper(object):
         return grpc.experimental.stream_unary(request_iterator, target, '/sottovoce_wire.v1.Eavesdropper/Mirror',
             sottovoce__wire_dot_v1_dot_eavesdropper__pb2.MirrorRequest.SerializeToString,
             sottovoce__wire_dot_v1_dot_eavesdropper__pb2.MirrorResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Work(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(request_iterator, target, '/sottovoce_wire.v1.Eavesdropper/Work',
+            sottovoce__wire_dot_v1_dot_eavesdropper__pb2.WorkRequest.SerializeToString,
+            sottovoce__wire_dot_v1_dot_eavesdropper__pb2.WorkResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

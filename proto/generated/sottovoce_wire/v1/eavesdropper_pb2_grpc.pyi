@@ -45,6 +45,8 @@ class EavesdropperStub:
     """Rounds that learners have sent in runs whose capture the caller opened here, whether it is open or closed."""
     Mirror: _grpc.StreamUnaryMultiCallable[_eavesdropper_pb2.MirrorRequest, _eavesdropper_pb2.MirrorResponse]
     """Learners copy their messages (capture: mirror). Contains no metadata, sizes on the wire or side channels."""
+    Work: _grpc.StreamStreamMultiCallable[_eavesdropper_pb2.WorkRequest, _eavesdropper_pb2.WorkResponse]
+    """A process that this eavesdropper has started serves edges of its captures."""
 
 @_typing.type_check_only
 class EavesdropperAsyncStub(EavesdropperStub):
@@ -63,6 +65,8 @@ class EavesdropperAsyncStub(EavesdropperStub):
     """Rounds that learners have sent in runs whose capture the caller opened here, whether it is open or closed."""
     Mirror: _aio.StreamUnaryMultiCallable[_eavesdropper_pb2.MirrorRequest, _eavesdropper_pb2.MirrorResponse]  # type: ignore[assignment]
     """Learners copy their messages (capture: mirror). Contains no metadata, sizes on the wire or side channels."""
+    Work: _aio.StreamStreamMultiCallable[_eavesdropper_pb2.WorkRequest, _eavesdropper_pb2.WorkResponse]  # type: ignore[assignment]
+    """A process that this eavesdropper has started serves edges of its captures."""
 
 class EavesdropperServicer(metaclass=_abc_1.ABCMeta):
     """Records the traffic of the channels between learners."""
@@ -114,5 +118,13 @@ class EavesdropperServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_eavesdropper_pb2.MirrorResponse, _abc.Awaitable[_eavesdropper_pb2.MirrorResponse]]:
         """Learners copy their messages (capture: mirror). Contains no metadata, sizes on the wire or side channels."""
+
+    @_abc_1.abstractmethod
+    def Work(
+        self,
+        request_iterator: _MaybeAsyncIterator[_eavesdropper_pb2.WorkRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_eavesdropper_pb2.WorkResponse], _abc.AsyncIterator[_eavesdropper_pb2.WorkResponse]]:
+        """A process that this eavesdropper has started serves edges of its captures."""
 
 def add_EavesdropperServicer_to_server(servicer: EavesdropperServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
