@@ -21,7 +21,7 @@ from sottovoce_core.errors import RemoteProtocolError
 from sottovoce_core.optional import import_optional
 
 Direction = Literal["out", "back"]
-"""From caller to callee, or back."""
+"""Direction of bytes: from caller to callee, or back."""
 Metadata = tuple[tuple[str, str | bytes], ...]
 _Headers = list[tuple[bytes, bytes]]
 
@@ -36,7 +36,7 @@ _MAX_HEADER_BLOCK_BYTES = 64 * 1024
 _MAX_CALLS, _MAX_RESET_CALLS = 4_096, 128
 """Maximum numbers of open calls of a connection, and of reset ones of which messages may still be on their way."""
 _MAX_TABLE_BYTES = 1024 * 1024
-"""Maximum bytes of the table by which headers are packed, whatever the other side allows."""
+"""Maximum bytes of the table by which headers are packed, even where the other side allows more."""
 _TRANSPORT_KEYS = frozenset(
     {
         b"te",
@@ -144,7 +144,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Side:
-    """What one end of the connection has sent: bytes of an unfinished frame, and headers of which more must follow."""
+    """State of one direction: bytes of an unfinished frame, and headers of which more must follow."""
 
     decode_headers: Callable[[bytes], _Headers]
     set_table_size: Callable[[int], None]

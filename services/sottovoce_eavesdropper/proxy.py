@@ -1,6 +1,6 @@
 """Proxy of one edge: listens in place of a learner, passes every byte on unchanged, and records before it passes on.
 
-It ends TLS where it has an identity, and knows no protocol above that: a `Recorder` of each connection reads the bytes. What one
+It ends TLS where it has an identity, and knows no protocol above that: the recorder of a connection reads the bytes. What one
 end does not take is not read from the other one, and nothing is read while a capture's rows wait to be written. It cannot pass on
 how TCP cut the bytes into segments, nor a refused connection: it accepts first, and connects then.
 """
@@ -36,8 +36,8 @@ _BUFFER_BYTES = 64 * 1024
 """Approximate number of buffered bytes per direction: nothing more is read until these are taken."""
 
 
-class Recorder(Protocol):
-    """Recorder of one connection."""
+class ConnectionRecorder(Protocol):
+    """ConnectionRecorder of one connection."""
 
     @property
     def is_busy(self) -> bool:
@@ -82,7 +82,7 @@ class Proxy(ABC):
     # ---- what kinds of proxies differ in --------------------------------------------------------------------
 
     @abstractmethod
-    def build_recorder(self, number: int) -> Recorder:
+    def build_recorder(self, number: int) -> ConnectionRecorder:
         """Build the recorder of a connection, which are numbered from 1."""
 
     def build_listen_context(self, listen: str) -> ssl.SSLContext | None:
@@ -209,7 +209,7 @@ class Connection:
         self.proxy, self.number = proxy, number
         self.caller, self.target = _End(self, "out"), _End(self, "back")
         self.caller.other, self.target.other = self.target, self.caller
-        self._recorder: Recorder | None = None
+        self._recorder: ConnectionRecorder | None = None
         self._check: asyncio.TimerHandle | None = None
         self._is_over = False
 

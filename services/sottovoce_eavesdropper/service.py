@@ -20,6 +20,7 @@ from sottovoce_eavesdropper.capture_session import CaptureSession
 from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter, parse_part_number, prefer_messages
 from sottovoce_eavesdropper.grpc_proxy import FINISH_TIMEOUT_S, MAX_PAYLOAD_BYTES
 from sottovoce_eavesdropper.storage import Folder, open_folder, require_folder
+from sottovoce_eavesdropper.throughput import LoadMeter, combine_loads
 from sottovoce_rpc.access import UNIDENTIFIED_CALLER, Refusals, StreamLimit, release_read_slot
 from sottovoce_rpc.addresses import require_host
 from sottovoce_rpc.credentials import Credentials
@@ -36,6 +37,7 @@ from sottovoce_rpc.server import (
     start_server,
 )
 from sottovoce_rpc.specs import document_from_wire, require_run_id, resolve_run_id
+from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 from sottovoce_wire.v1.eavesdropper_pb2 import WorkRequest, WorkResponse
 
@@ -95,6 +97,9 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         self._mirrors = StreamLimit(
             MAX_MIRROR_STREAMS if config.credentials.principal else MAX_CONCURRENT_CALLS, "copies"
         )
+        own = self._captures.sessions.values
+        self._meter = LoadMeter(lambda: sum(not each.writer.sources and each.writer.message_count for each in own()))
+        self._tasks = Tasks()
         self.server: RunningServer | None = None
         self.address = ""
 
@@ -118,13 +123,20 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         )
         self.address = self._advertise(self.server.address)
         self._captures.pool.address = self.server.address
+        self._tasks.start(self._meter.run(), "the load is no longer measured")
         if not remote:
             warn_if_open(Path(self.config.folder), "folder of captures")
         return self.address
 
+    def _measure_load(self) -> eavesdropper_pb2.Load:
+        """Return the load of this process and its workers."""
+        sizes = [each.writer.buffer_size for each in self._captures.sessions.values()]
+        return combine_loads([self._meter.build_load(sizes), *self._captures.pool.list_loads()])
+
     async def stop(self) -> None:
         """Write everything in memory, then end. Captures that were not closed stay open, to be resumed."""
         await self._captures.stop()
+        await self._tasks.end()
         if self.server is not None:
             await self.server.stop()
 
@@ -132,7 +144,8 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         """Yield samples for Prometheus; `refused` counts refused scrapes."""
         served = [] if self.server is None else [self.server.refusals]
         yield from collect_common_metrics([self.config.credentials], [refused, self._captures.refusals, *served])
-        yield from collect_metrics(each.writer for each in self._captures.sessions.values())
+        load = self._measure_load()
+        yield from collect_metrics((each.writer for each in self._captures.sessions.values()), load)
 
     # ---- captures -----------------------------------------------------------------------------------------
 
@@ -180,7 +193,9 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         wanted = {key: each.writer for key, each in newest.items() if run_id in ("", each.writer.run_id)}
         files, following = paginate(wanted, request.page_size, request.page_token)
         infos = [_build_info(each, include_channels=bool(request.run_id)) for each in files]
-        return eavesdropper_pb2.ListCapturesResponse(captures=infos, next_page_token=following)
+        return eavesdropper_pb2.ListCapturesResponse(
+            captures=infos, next_page_token=following, load=self._measure_load()
+        )
 
     async def ListSentRounds(
         self, request: eavesdropper_pb2.ListSentRoundsRequest, context: Context
@@ -325,6 +340,12 @@ _BYTES = _metric("recorded_bytes_total", "Bytes of recorded messages.")
 _PARTS = _metric("parts_total", "Parts of captures that were written.")
 _ROWS = _metric("rows_waiting", "Rows in memory that are not written yet.")
 _BUFFERED_BYTES = _metric("rows_waiting_bytes", "Bytes of messages in rows that are not written yet.")
+_BUSY = _metric(
+    "busy_ratio", "Share of the last ten seconds in which the busiest process worked: near 1, runs wait for it."
+)
+_DELAY = _metric(
+    "message_delay_seconds", "Time that messages of the last ten seconds waited in the busiest process.", "quantile"
+)
 _DETECTIONS = _metric("detections_total", "Detections, by kind: messages on a channel that must never occur.", "kind")
 _UNCHECKED = _metric("captures_unchecked", "Captures that are being recorded in which not everything can be checked.")
 _GAPS = _metric("missing_rounds", "Known intervals of missing rounds in captures that are being recorded.")
@@ -333,8 +354,8 @@ _ERRORS = _metric(
 )
 
 
-def collect_metrics(captures: Iterable[CaptureWriter]) -> Iterator[MetricSample]:
-    """Yield samples of an eavesdropper, from all captures of this process."""
+def collect_metrics(captures: Iterable[CaptureWriter], load: eavesdropper_pb2.Load) -> Iterator[MetricSample]:
+    """Yield samples of an eavesdropper, from all its captures, and from the load of its processes."""
     files = list(captures)
     recorded = [file for file in files if file.is_open]
     yield _OPEN.sample(len(recorded))
@@ -344,9 +365,11 @@ def collect_metrics(captures: Iterable[CaptureWriter]) -> Iterator[MetricSample]
     )
     yield _BYTES.sample(sum(file.byte_count if file.ciphertext is None else file.ciphertext.bytes for file in files))
     yield _PARTS.sample(sum(file.part_count for file in files))
-    rows, buffered_bytes = zip(*(file.buffer_size for file in files), strict=True) if files else ((), ())
-    yield _ROWS.sample(sum(rows))
-    yield _BUFFERED_BYTES.sample(sum(buffered_bytes))
+    yield _ROWS.sample(load.rows)
+    yield _BUFFERED_BYTES.sample(load.bytes)
+    yield _BUSY.sample(load.busy)
+    yield _DELAY.sample(load.median_delay_s, "0.5")
+    yield _DELAY.sample(load.p99_delay_s, "0.99")
     counts = Counter[str]()
     for file in files:
         counts.update(dict(file.checks.counts_by_kind))  # a copy: rows are checked in a thread

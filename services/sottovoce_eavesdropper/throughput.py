@@ -1,18 +1,18 @@
-"""How much a recording process has to do: messages a second, how busy its event loop is, and how long messages wait for it."""
+"""Load of a recording process: messages a second, how busy its event loop is, and how long messages wait for it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 
+from sottovoce_wire.v1.eavesdropper_pb2 import Load
+
 _INTERVAL_S, _SAMPLES = 0.1, 100
 """Interval of samples, and number of samples that a measurement is of: the last ten seconds."""
-BUSY_SHARE = 0.9
-"""Share of the time from which on a process is what a run waits for."""
 
 
 class LoadMeter:
@@ -39,15 +39,21 @@ class LoadMeter:
             self._delays.append(max(loop.time() - due, 0.0))
             self._samples.append((loop.time(), time.thread_time(), self._count_messages()))
 
-    @property
-    def messages_per_second(self) -> float:
-        """Messages a second in the last ten seconds."""
-        return self._compute_rate(2)
+    def build_load(self, buffer_sizes: Collection[tuple[int, int]]) -> Load:
+        """Return the load of the last ten seconds.
 
-    @property
-    def busy_share(self) -> float:
-        """Share of the last ten seconds in which the event loop worked."""
-        return min(self._compute_rate(1), 1.0)
+        Args:
+            buffer_sizes: rows in memory, and bytes of their messages, of each capture.
+        """
+        delays = np.quantile(self._delays or [0.0], (0.5, 0.99))
+        return Load(
+            rows=sum(rows for rows, _ in buffer_sizes),
+            bytes=sum(size for _, size in buffer_sizes),
+            messages_per_second=self._compute_rate(2),
+            busy=min(self._compute_rate(1), 1.0),
+            median_delay_s=delays[0],
+            p99_delay_s=delays[1],
+        )
 
     def _compute_rate(self, column: int) -> float:
         if len(self._samples) < 2:
@@ -55,6 +61,16 @@ class LoadMeter:
         first, last = self._samples[0], self._samples[-1]
         return max(float(last[column] - first[column]), 0.0) / (last[0] - first[0])
 
-    def compute_delay(self, quantile: float) -> float:
-        """Return a quantile of the seconds that messages waited."""
-        return float(np.quantile(self._delays, quantile)) if self._delays else 0.0
+
+def combine_loads(loads: Iterable[Load]) -> Load:
+    """Combine the loads of several processes: sums, and busy share and delays of the busiest one."""
+    found = list(loads)
+    busiest = max(found, key=lambda each: each.busy)
+    return Load(
+        rows=sum(each.rows for each in found),
+        bytes=sum(each.bytes for each in found),
+        messages_per_second=sum(each.messages_per_second for each in found),
+        busy=busiest.busy,
+        median_delay_s=busiest.median_delay_s,
+        p99_delay_s=busiest.p99_delay_s,
+    )

@@ -197,17 +197,8 @@ class Worker:
     async def _report_load(self, send: _Send) -> None:
         while True:
             await asyncio.sleep(_LOAD_INTERVAL_S)
-            sizes = [each.writer.buffer_size for each in self._recordings.values()]
-            meter = self._meter
-            load = eavesdropper_pb2.Load(
-                rows=sum(rows for rows, _ in sizes),
-                bytes=sum(size for _, size in sizes),
-                messages_per_second=meter.messages_per_second,
-                busy=meter.busy_share,
-                median_delay_s=meter.compute_delay(0.5),
-                p99_delay_s=meter.compute_delay(0.99),
-                refusals=self._refusals.counts_by_reason,
-            )
+            load = self._meter.build_load([each.writer.buffer_size for each in self._recordings.values()])
+            load.refusals.update(self._refusals.counts_by_reason)
             await send(WorkRequest(load=load))
 
     async def _do(self, task: WorkResponse, send: _Send) -> None:
@@ -299,7 +290,7 @@ async def _run(config: dict[str, Any]) -> None:
 def main() -> None:
     """Run a worker of the eavesdropper that has started this process."""
     config = json.loads(sys.stdin.readline())
-    configure_logs(config["log_level"], config["log_format"])
+    configure_logs(*config["log_options"])
     prefer_messages()
     # Ctrl-C reaches the whole process group, and the eavesdropper must first store what is in memory.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

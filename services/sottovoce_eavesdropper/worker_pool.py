@@ -1,16 +1,17 @@
 """Workers of an eavesdropper: processes to which it deals the edges of its captures, and which it starts again when they die.
 
 A worker connects to the eavesdropper (`Work`) and does tasks: open a capture and its proxies, redirect, flush, close. It sends
-parts, which are stored one after the other under one count: a capture is the same whatever the number of workers.
+parts, which are stored one after the other under one count: a capture does not show how many workers there are.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ import structlog
 from sottovoce_core import errors
 from sottovoce_core.errors import PermissionDenied, SottovoceError, Unavailable
 from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter
+from sottovoce_rpc import logs
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.codec import to_fields
 from sottovoce_rpc.credentials import Credentials
@@ -28,11 +30,16 @@ from sottovoce_wire.v1.eavesdropper_pb2 import WorkRequest, WorkResponse
 
 log = structlog.get_logger()
 
+_MAX_DEFAULT_WORKERS = 8
 _START_TIMEOUT_S, _TASK_TIMEOUT_S = 60.0, WRITE_TIMEOUT_S + 10.0
 _RESTART_DELAYS_S = (0.0, 0.2, 1.0, 5.0)
 """Delays before a worker that dies again and again is started once more."""
 _REOPEN_DELAYS_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Delays before a proxy is opened once more on a port that is not free yet."""
+
+
+FindWriter = Callable[[str], CaptureWriter | None]
+"""Returns the writer of a capture by its id; None if the capture is over."""
 
 
 @dataclass(slots=True)
@@ -44,7 +51,7 @@ class _Stream:
 
 
 @dataclass(slots=True)
-class Worker:
+class WorkerHandle:
     """A worker process, or several one after the other with the same edges.
 
     Attributes:
@@ -128,7 +135,7 @@ class RemoteRecording:
         writer: writer of the capture.
     """
 
-    def __init__(self, worker: Worker, writer: CaptureWriter) -> None:
+    def __init__(self, worker: WorkerHandle, writer: CaptureWriter) -> None:
         self.worker, self.writer = worker, writer
         self.proxies: list[RemoteProxy] = []
         self._is_opened = self._is_closed = False
@@ -246,6 +253,12 @@ async def _ignore_death(work: Any) -> None:
         log.warning("a worker of the eavesdropper did not finish a task", reason=str(error))
 
 
+def count_default_workers() -> int:
+    """Return the number of workers for the cores that this process may use: half of them, and none where there are few."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores // 2, _MAX_DEFAULT_WORKERS) if cores >= 4 else 0
+
+
 class WorkerPool:
     """Workers of an eavesdropper, which are started when the first edges are dealt.
 
@@ -254,23 +267,13 @@ class WorkerPool:
         credentials: credentials of the eavesdropper.
         allow_imports: allow a run spec to name code to import.
         refusals: counts callers that proxies of the workers refuse.
-        log_options: level and form of the workers' logs.
     """
 
-    def __init__(
-        self,
-        count: int,
-        credentials: Credentials,
-        refusals: Refusals,
-        *,
-        allow_imports: bool,
-        log_options: tuple[str, str] = ("info", "auto"),
-    ) -> None:
-        self.workers = [Worker(number) for number in range(count)]
+    def __init__(self, count: int, credentials: Credentials, refusals: Refusals, *, allow_imports: bool) -> None:
+        self.workers = [WorkerHandle(number) for number in range(count)]
         self.address = ""
         """Address of the eavesdropper."""
         self._credentials, self._allow_imports, self._refusals = credentials, allow_imports, refusals
-        self._log_options = log_options
         self._tasks = Tasks()
         self._processes: dict[int, asyncio.subprocess.Process | None] = {}
         self._is_stopping = False
@@ -305,7 +308,7 @@ class WorkerPool:
                     process.kill()
         await self._tasks.end()
 
-    async def _keep_running(self, worker: Worker) -> None:
+    async def _keep_running(self, worker: WorkerHandle) -> None:
         """Start the process of a worker, and start it again when it dies."""
         deaths = 0
         while not self._is_stopping:
@@ -324,8 +327,7 @@ class WorkerPool:
                 "identity": None if folder is None else str(folder),
                 "insecure": self._credentials.insecure,
                 "allow_imports": self._allow_imports,
-                "log_level": self._log_options[0],
-                "log_format": self._log_options[1],
+                "log_options": logs.log_options,
             }
             process.stdin.write(json.dumps(config).encode() + b"\n")
             code = await process.wait()
@@ -335,12 +337,12 @@ class WorkerPool:
 
     # ---- their streams ----------------------------------------------------------------------------------------
 
-    async def serve(self, requests: AsyncIterator[WorkRequest], find_writer: Any) -> AsyncIterator[WorkResponse]:
+    async def serve(self, requests: AsyncIterator[WorkRequest], find_writer: FindWriter) -> AsyncIterator[WorkResponse]:
         """Serve the stream of a worker: yield tasks for it.
 
         Args:
             requests: its reports.
-            find_writer: returns the writer of a capture by its id; None if there is none.
+            find_writer: finds the writers of their parts.
 
         Raises:
             PermissionDenied: this eavesdropper has not started the process.
@@ -368,7 +370,7 @@ class WorkerPool:
                     each.cancel()
 
     async def _read_reports(
-        self, worker: Worker, requests: AsyncIterator[WorkRequest], stream: _Stream, find_writer: Any
+        self, worker: WorkerHandle, requests: AsyncIterator[WorkRequest], stream: _Stream, find_writer: FindWriter
     ) -> None:
         refusals = dict[str, int]()
         async for request in requests:
@@ -386,6 +388,6 @@ class WorkerPool:
                     self._refusals.counts_by_reason[reason] += count - refusals.get(reason, 0)
                     refusals[reason] = count
 
-    def list_loads(self) -> Sequence[eavesdropper_pb2.Load]:
-        """Return the last reports of all workers that have been started."""
-        return [worker.load for worker in self.workers if worker.number in self._processes]
+    def list_loads(self) -> list[eavesdropper_pb2.Load]:
+        """Return the last reports of the workers that are connected."""
+        return [worker.load for worker in self.workers if worker.stream is not None]

@@ -41,6 +41,10 @@ _MAX_ERROR_CHARS = 300
 """Maximum number of characters of an error text."""
 
 
+log_options = ("info", "auto")
+"""Level and form that `configure_logs` has set, for processes that this one starts."""
+
+
 def configure_logs(level: str = "info", form: str = "auto") -> None:
     """Send structured logs to standard error.
 
@@ -56,6 +60,8 @@ def configure_logs(level: str = "info", form: str = "auto") -> None:
         raise errors.SpecError(f"the log level must be one of {', '.join(levels)}, got {level}")
     if form not in forms:
         raise errors.SpecError(f"the log format must be one of {', '.join(forms)}, got {form}")
+    global log_options
+    log_options = level, form
     warnings.simplefilter("ignore", RuntimeWarning)  # whether a number overflows depends on records
     tty = sys.stderr.isatty()
     people: list[Processor] = [_escape_event, structlog.dev.ConsoleRenderer(colors=tty)]

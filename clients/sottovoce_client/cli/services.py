@@ -215,6 +215,16 @@ def eavesdropper(
         str | None,
         typer.Option(envvar="SOTTOVOCE_ADVERTISE_HOST", help="Name of this host for learners, if it differs."),
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=64,
+            envvar="SOTTOVOCE_WORKERS",
+            help="Processes that serve relays and wiretaps; 0: this one.",
+            show_default="half of the cores, at most 8; 0 below four cores",
+        ),
+    ] = None,
     metrics: MetricsAddress = None,
 ) -> None:
     """Start an [bold]eavesdropper[/] in the foreground: it relays the channels between learners and records every byte.
@@ -224,10 +234,13 @@ def eavesdropper(
     if context.invoked_subcommand is not None:
         return
     from sottovoce_eavesdropper.service import EavesdropperConfig, serve
+    from sottovoce_eavesdropper.worker_pool import count_default_workers
     from sottovoce_rpc.metrics import MetricsEndpoint
 
+    workers = count_default_workers() if workers is None else workers
+    options = get_common_options()
     service_config = EavesdropperConfig(
-        listen, folder, advertise_host, get_common_options().allow_imports, get_common_options().credentials
+        listen, folder, advertise_host, options.allow_imports, options.credentials, workers
     )
     endpoint = None if metrics is None else MetricsEndpoint(metrics, service_config.credentials)
     _serve(lambda: serve(service_config, stop_with_stdin=get_common_options().stop_with_stdin, metrics=endpoint))

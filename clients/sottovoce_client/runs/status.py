@@ -66,10 +66,28 @@ _IDLE_STATES = ("idle", "finished")
 """States in which a learner reports nothing but a missing coordinator."""
 _STATE_LABELS = {"unspecified": "joined", "idle": "in no run"}
 """Labels of states that do not name themselves."""
+_BUSY_SHARE = 0.9
+"""Share of the time from which on a run waits for the eavesdropper."""
 _NO_ADDRESSES = ServiceAddresses()
 _NO_RUN = RunPlan("", None, "", (), (), "none", "free", None, is_live=False)
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EavesdropperLoad:
+    """Load of an eavesdropper in the last ten seconds.
+
+    Attributes:
+        messages_per_second: Messages that it recorded.
+        busy: Share of the time in which its busiest process worked.
+        median_delay_s, p99_delay_s: Time that messages waited in that process.
+    """
+
+    messages_per_second: float
+    busy: float
+    median_delay_s: float
+    p99_delay_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +101,7 @@ class DeploymentStatus:
         learners: Address and run of each learner that was asked; the run has that learner alone.
         captures: Captures of the eavesdropper, the newest first.
         unreachable_services: Errors of services that do not answer.
+        load: Load of the eavesdropper; None if it was not asked.
     """
 
     observed_at: float
@@ -91,6 +110,7 @@ class DeploymentStatus:
     learners: tuple[tuple[str, RunView], ...] = ()
     captures: tuple[CaptureListItem, ...] = ()
     unreachable_services: tuple[str, ...] = ()
+    load: EavesdropperLoad | None = None
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -107,8 +127,23 @@ class DeploymentStatus:
         broken = [
             f"capture {each.name}: {each.state}" for each in self.captures if each.state not in ("open", "closed")
         ]
+        if self.load is not None and self.load.busy >= _BUSY_SHARE:
+            broken.append(_describe_busy(self.load))
         found = [line for view in views for line in _find_faults(view)]
         return tuple(dict.fromkeys([*self.unreachable_services, *found, *broken]))
+
+
+def _describe_load(load: EavesdropperLoad) -> str:
+    rate = f"{format_count(round(load.messages_per_second))} messages/s, busy {format_percent(load.busy)}"
+    median, p99 = (f"{1_000 * each:.2g} ms" for each in (load.median_delay_s, load.p99_delay_s))
+    return f"{rate}, a message waits {median} (99th percentile {p99})"
+
+
+def _describe_busy(load: EavesdropperLoad) -> str:
+    return (
+        f"runs wait for the eavesdropper, which works {format_percent(load.busy)} of the time: give it more processes "
+        "(--workers) or a machine of its own, or take `capture: mirror`"
+    )
 
 
 def _was_stopped_internally(run: RunView) -> bool:
@@ -165,8 +200,9 @@ async def collect_status(
         asyncio.gather(*(attempt(_fetch_learner_run(address, credentials)) for address in learners)),
     )
     shown, others = ran or (None, ())
+    listed, load = captures or ((), None)
     found = tuple((address, each) for address, each in zip(learners, answers, strict=True) if each is not None)
-    return DeploymentStatus(time.time(), shown, others, found, captures or (), tuple(problems))
+    return DeploymentStatus(time.time(), shown, others, found, listed, tuple(problems), load)
 
 
 async def _skip() -> None:
@@ -231,8 +267,10 @@ async def _fetch_plan(stub: Any, name: str) -> RunPlan:
         return _NO_RUN
 
 
-async def _fetch_captures(address: str, run: str, credentials: Credentials) -> tuple[CaptureListItem, ...]:
-    """Fetch the newest captures of an eavesdropper, or of one run if it is given."""
+async def _fetch_captures(
+    address: str, run: str, credentials: Credentials
+) -> tuple[tuple[CaptureListItem, ...], EavesdropperLoad]:
+    """Fetch the newest captures of an eavesdropper, or of one run if it is given, and its load."""
     request = eavesdropper_pb2.ListCapturesRequest(run_id=run, page_size=MAX_CAPTURES)
     answer = await coordinator_commands.call_service(
         address,
@@ -240,7 +278,9 @@ async def _fetch_captures(address: str, run: str, credentials: Credentials) -> t
         lambda stub: stub.ListCaptures(request, timeout=coordinator_commands.CALL_TIMEOUT_S),
         Role.EAVESDROPPER,
     )
-    return tuple(map(make_capture_list_item, answer.captures))
+    now = answer.load
+    load = EavesdropperLoad(now.messages_per_second, now.busy, now.median_delay_s, now.p99_delay_s)
+    return tuple(map(make_capture_list_item, answer.captures)), load
 
 
 # ---- JSON output -----------------------------------------------------------------------------------------------------
@@ -256,6 +296,7 @@ def make_document(status: DeploymentStatus) -> dict[str, Any]:
         ],
         "learners": [_run_document(run, status.observed_at) for _, run in status.learners],
         "captures": status.captures,
+        "eavesdropper": status.load,
         "faults": status.faults,
     }
 
@@ -309,6 +350,8 @@ def show(status: DeploymentStatus, console: Console | None = None) -> None:
         _print_run(run, status, console, address)
     if status.captures:
         console.print(_captures_table(status.captures))
+    if status.load is not None and status.load.messages_per_second:
+        console.print(f"eavesdropper: {_describe_load(status.load)}")
     if status.run is None and not status.learners and not status.captures and not status.unreachable_services:
         console.print("no run: start one with sottovoce run SPEC, which reports the learners it waits for")
     facts = terminal.create_fact_grid()

@@ -258,19 +258,25 @@ class ListCapturesResponse(_message.Message):
 
     CAPTURES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Empty: there are no more."""
     @_builtins.property
     def captures(self) -> _containers.RepeatedCompositeFieldContainer[Global___CaptureInfo]: ...
+    @_builtins.property
+    def load(self) -> Global___Load:
+        """Load of the eavesdropper: sums over its processes, and busy share and delays of the busiest one."""
+
     def __init__(
         self,
         *,
         captures: _abc.Iterable[Global___CaptureInfo] | None = ...,
         next_page_token: _builtins.str = ...,
+        load: Global___Load | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["captures", b"captures", "next_page_token", b"next_page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["captures", b"captures", "load", b"load", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
