@@ -128,16 +128,24 @@ class CaptureChecks:
                     self._build_run()
                     is_repeat, detections = self._check_row(row)
             except Exception as error:  # noqa: BLE001 -- code that a spec names may raise anything, and recording must go on
-                reason = f"{type(error).__name__}: {error}"
-                log.error("online checks stopped", capture=self._capture_id, reason=reason)
-                self._spec, self.unchecked_reason = {}, f"anything more: {reason}"
+                self._stop(error)
             marked.append(row._replace(is_repeat=True) if is_repeat else row)
             for detection in detections:
                 self.record_detection(detection)
         return marked
 
+    def _stop(self, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        log.error("online checks stopped", capture=self._capture_id, reason=reason)
+        self._spec, self.unchecked_reason = {}, f"anything more: {reason}"
+
     def check_versions(self, rounds: Iterable[tuple[int, int, int, bytes]]) -> None:
         """Check the first contents of rounds (sender, receiver, round, digest) that a worker has seen against those of others."""
+        try:
+            if self._spec:
+                self._build_run()
+        except Exception as error:  # noqa: BLE001 -- likewise
+            self._stop(error)
         for sender, receiver, t, content_digest in rounds:
             for detection in self._checks.check_version(sender, receiver, t, content_digest):
                 self.record_detection(detection)

@@ -58,7 +58,7 @@ class _NoFolder(Folder):
 
 
 @dataclass(slots=True)
-class _SendingWriter(CaptureWriter):
+class SendingWriter(CaptureWriter):
     """Writer that sends parts, and waits until they are stored."""
 
     send: _Send = field(kw_only=True)
@@ -139,7 +139,7 @@ class _SendingWriter(CaptureWriter):
 class _Recording:
     """Edges of one capture in this worker."""
 
-    writer: _SendingWriter
+    writer: SendingWriter
     participants: Participants
     writing: Tasks = field(default_factory=Tasks)
     proxies: dict[Edge, Proxy] = field(default_factory=dict)
@@ -256,7 +256,7 @@ class Worker:
         return ""
 
     def _open(self, capture_id: str, facts: eavesdropper_pb2.OpenCaptureRequest, send: _Send) -> _Recording:
-        writer = _SendingWriter(
+        writer = SendingWriter(
             "",
             capture_id,
             facts.run_id,

@@ -13,6 +13,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -30,7 +31,9 @@ from sottovoce_wire.v1.eavesdropper_pb2 import WorkRequest, WorkResponse
 
 log = structlog.get_logger()
 
-_MAX_DEFAULT_WORKERS = 8
+_MAX_DEFAULT_WORKERS, _WORKER_BYTES = 8, 256 * 1024 * 1024
+"""Maximum number of workers unless one is given, and bytes of memory that each of them may need."""
+_LIMITS = Path("/sys/fs/cgroup")
 _START_TIMEOUT_S, _TASK_TIMEOUT_S = 60.0, WRITE_TIMEOUT_S + 10.0
 _RESTART_DELAYS_S = (0.0, 0.2, 1.0, 5.0)
 """Delays before a worker that dies again and again is started once more."""
@@ -254,9 +257,22 @@ async def _ignore_death(work: Any) -> None:
 
 
 def count_default_workers() -> int:
-    """Return the number of workers for the cores that this process may use: half of them, and none where there are few."""
+    """Return the number of workers that suit the cores and the memory of this process: half of the cores, none below four."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores // 2, _MAX_DEFAULT_WORKERS) if cores >= 4 else 0
+    quota, _, period = _read_limit("cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit():
+        cores = min(cores, int(quota) // int(period))
+    memory = _read_limit("memory.max")
+    fitting = int(memory) // _WORKER_BYTES - 1 if memory.isdigit() else _MAX_DEFAULT_WORKERS
+    return max(0, min(cores // 2, fitting, _MAX_DEFAULT_WORKERS)) if cores >= 4 else 0
+
+
+def _read_limit(name: str) -> str:
+    """Return a limit of this container; empty where there is none."""
+    try:
+        return (_LIMITS / name).read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 class WorkerPool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections import Counter
@@ -10,19 +11,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
 from sottovoce_core.spec import RunSpec
+from sottovoce_eavesdropper import worker_pool
+from sottovoce_eavesdropper.capture_checks import CaptureRow
 from sottovoce_eavesdropper.capture_reader import Capture, open_capture
+from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from sottovoce_eavesdropper.service import Eavesdropper
-from sottovoce_rpc.codec import RoundCodec
+from sottovoce_eavesdropper.worker import SendingWriter
+from sottovoce_rpc.codec import RoundCodec, Shapes
 from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_rpc.server import open_channel
+from sottovoce_rpc.specs import spec_to_wire
+from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 from tests.examples import made_up, small_spec
-from tests.services.capturing import said_again
+from tests.services.capturing import frame, hello, row, said_again
 from tests.services.identities import Identities
-from tests.services.network import PATIENCE_S, Network, network
+from tests.services.network import PATIENCE_S, Network, network, refused
 from tests.services.test_gaps import heard
+from tests.services.test_metrics import denied
 from tests.services.test_run import SHAPES, by_round, recorded
 
 NAMES, ROUNDS = ["ann", "ben", "cleo"], 200
@@ -38,7 +48,7 @@ def spec_of(capture: str = "relay", rounds: int = ROUNDS) -> RunSpec:
 def kinds(capture: Capture) -> Counter[Any]:
     """How many rows of each kind are of each sender on each edge."""
     columns = ("caller", "callee", "sender", "kind")
-    return Counter(tuple(row.values()) for batch in capture.read_batches(columns) for row in batch.to_pylist())
+    return Counter(tuple(each.values()) for batch in capture.read_batches(columns) for each in batch.to_pylist())
 
 
 def processes(up: Network) -> list[int]:
@@ -108,7 +118,7 @@ async def test_a_worker_that_is_killed_is_started_again_and_what_it_lost_is_name
         lost.update((gap["sender"], gap["receiver"], t) for t in range(gap["from"], gap["to"]))
     captured = set[tuple[int, int, int]]()
     for batch in capture.read_batches(("caller", "callee", "sender", "kind", "payload")):
-        for caller, callee, sender, kind, payload in (row.values() for row in batch.to_pylist()):
+        for caller, callee, sender, kind, payload in (tuple(each.values()) for each in batch.to_pylist()):
             if kind == "message":
                 captured.add((sender, caller + callee - sender, CODEC.decode(payload)[0]))
     every = {(i, j, t) for i in range(3) for j in range(3) if i != j for t in range(400)}
@@ -142,3 +152,146 @@ async def test_an_eavesdropper_with_workers_is_resumed(tmp_path: Path) -> None:
     assert capture.metadata["detection_count"] == 0
     assert capture.count_messages()[0] == capture.metadata["messages"]
     assert all(len(rounds) > 200 for rounds in heard(capture))
+
+
+# ---- one worker ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_process_that_the_eavesdropper_has_not_started_is_refused(tmp_path: Path) -> None:
+    async with network(tmp_path, NAMES, workers=1) as up:
+        spec = spec_of(rounds=2)
+        assert (await up.run(spec, made_up(spec))).state == "finished"
+        async with open_channel(up.eavesdropper) as to:
+            for unknown in (
+                eavesdropper_pb2.WorkerHello(worker=0, token=bytes(16)),
+                eavesdropper_pb2.WorkerHello(worker=7),
+            ):
+                call: Any = eavesdropper_pb2_grpc.EavesdropperStub(to).Work(timeout=PATIENCE_S)
+                await call.write(eavesdropper_pb2.WorkRequest(hello=unknown))
+                failure = await refused(_read_all(call))
+                assert failure.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def _read_all(call: Any) -> None:
+    async for _ in call:
+        pass
+
+
+async def test_contents_of_a_round_in_two_workers_are_compared(tmp_path: Path) -> None:
+    """Ann sends ben, whose edge is in one worker, other bytes than cleo, whose edge is in another one."""
+    document = json.loads(spec_to_wire(spec_of(rounds=5)))
+    file = CaptureWriter(tmp_path / "c", "c", "run-1", json.dumps(document), 3, fields=SHAPES)
+    sent = ((0, 1, 1.0), (0, 2, 1.0), (0, 2, 2.0), (1, 1, 1.0), (1, 2, 3.0))
+    for t, receiver, value in sent:
+        await file.add_part(await build_part(tmp_path, document, [row(frame(t, 0, value), 0, receiver)]))
+    await file.close()
+    found = [(each["kind"], each["text"]) for each in open_capture(tmp_path / "c").metadata["detections"]]
+    assert found == [
+        ("changed-resend", "ann to cleo, round 0: resent to the same neighbour with other bytes"),
+        ("equivocation", "ann to cleo, round 1: other bytes than ben received"),
+    ]
+    assert (file.message_count, file.part_count, file.checks.contradiction) == (5, 5, found[0][1])
+
+
+async def build_part(
+    tmp_path: Path, document: dict[str, Any], rows: list[CaptureRow], fields: Shapes = SHAPES
+) -> eavesdropper_pb2.WorkerPart:
+    """What a worker sends of these rows."""
+    sent = list[eavesdropper_pb2.WorkerPart]()
+
+    async def send(report: eavesdropper_pb2.WorkRequest) -> None:
+        sent.append(report.part)
+        writer.confirm_stored(report.part.number)
+
+    writer = SendingWriter("", "c", "run-1", json.dumps(document), 3, fields=fields, part_count=1, send=send)
+    for each in rows:
+        writer.add_row(each)
+    await writer.flush()
+    (part,) = sent
+    return part
+
+
+async def test_detections_of_a_worker_are_those_of_the_capture(tmp_path: Path) -> None:
+    """The first ones by themselves, and the number of all."""
+    document = json.loads(spec_to_wire(spec_of(rounds=500)))
+    rows = [row(frame(t, 2), 0, 1) for t in range(150)]
+    part = await build_part(tmp_path, document, rows)
+    assert (len(part.detections), sum(part.detection_counts.values())) == (100, 150)
+    file = CaptureWriter(tmp_path / "c", "c", "run-1", json.dumps(document), 3, fields=SHAPES)
+    for number in (1, 2):
+        await file.add_part(part)
+        assert file.checks.counts_by_kind == {"sender": 150 * number}
+    assert open_capture(tmp_path / "c").metadata["detection_count"] == 300
+    assert file.next_rounds == {(0, 1): 150} and dict(file.edge_counts) == {(0, 1): 1}
+
+
+async def test_a_part_that_cannot_be_stored_ends_the_capture_and_not_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    spec = spec_of(rounds=20)
+    async with network(tmp_path, NAMES, workers=2) as up:
+        monkeypatch.setattr("sottovoce_eavesdropper.storage.Folder.write", full, raising=True)
+        monkeypatch.setattr("sottovoce_eavesdropper.capture_writer.CaptureWriter._write_metadata", lambda _: None)
+        outcome = await up.run(spec, made_up(spec))
+        monkeypatch.undo()
+        assert (outcome.state, outcome.capture_error) == ("finished", "No space left on device")
+        again = await up.run(spec, made_up(spec))
+    assert again.state == "finished" and open_capture(again.capture_location or "").is_complete
+
+
+async def test_an_edge_that_cannot_be_served_is_an_error_of_the_capture(tmp_path: Path) -> None:
+    """With the class and the words of the worker's error; the other edges are closed again."""
+    async with network(tmp_path, NAMES, workers=2) as up:
+        routes = [eavesdropper_pb2.Route(caller=0, callee=k, target="127.0.0.1:1") for k in (1, 2)]
+        routes[1].target = "192.0.2.1:80"
+        async with open_channel(up.eavesdropper) as to:
+            request = eavesdropper_pb2.OpenCaptureRequest(run_id="run-1", spec="{}", routes=routes)
+            stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
+            failure = await refused(stub.OpenCapture(request, timeout=PATIENCE_S))
+        assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "192.0.2.1:80 is reached from other machines" in (failure.details() or "")
+        assert up.eavesdropping is not None
+        assert not any(worker.recordings for worker in up.eavesdropping._captures.pool.workers)
+
+
+async def test_refused_callers_of_workers_are_counted(tmp_path: Path) -> None:
+    ids = Identities(tmp_path / "ids")
+    spec = small_spec(10_000, NAMES, topology={"graph": "path"}, clock={"mode": "data"}, capture="relay")
+    async with network(tmp_path, NAMES, identities=ids, workers=1) as up:
+        run = await up.start(spec, 3)
+        await up.until("ann", LearnerState.RUNNING)
+        assert up.eavesdropping is not None
+        (recording,) = up.eavesdropping._captures.sessions.values()
+        relay = next(route["address"] for route in recording.writer.routes if route["caller"] == 0)
+        zoe = ids.at("learner/zoe")
+        await denied(zoe, zoe, relay, "eavesdropper", "Learner/Exchange", hello(0, run_id=run.run_id))
+        async with asyncio.timeout(PATIENCE_S):
+            while not up.eavesdropping._captures.refusals.counts_by_reason["condition"]:  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("cores", "cpu", "memory", "workers"),
+    [
+        (2, "", "", 0),
+        (4, "", "", 2),
+        (16, "max 100000", "max", 8),
+        (64, "", "", 8),
+        (16, "100000 100000", "", 0),
+        (16, "800000 100000", "", 4),
+        (16, "", str(512 * 2**20), 1),
+        (16, "", str(128 * 2**20), 0),
+    ],
+)
+def test_workers_are_as_many_as_the_container_can_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, cpu: str, memory: str, workers: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setattr(worker_pool, "_LIMITS", tmp_path)
+    for name, text in (("cpu.max", cpu), ("memory.max", memory)):
+        if text:
+            (tmp_path / name).write_text(text + "\n", encoding="ascii")
+    assert worker_pool.count_default_workers() == workers

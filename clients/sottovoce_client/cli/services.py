@@ -222,7 +222,7 @@ def eavesdropper(
             max=64,
             envvar="SOTTOVOCE_WORKERS",
             help="Processes that serve relays and wiretaps; 0: this one.",
-            show_default="half of the cores, at most 8; 0 below four cores",
+            show_default="half of the cores, at most 8, none below four",
         ),
     ] = None,
     metrics: MetricsAddress = None,
