@@ -180,7 +180,7 @@ async def _read_all(call: Any) -> None:
 async def test_contents_of_a_round_in_two_workers_are_compared(tmp_path: Path) -> None:
     """Ann sends ben, whose edge is in one worker, other bytes than cleo, whose edge is in another one."""
     document = json.loads(spec_to_wire(spec_of(rounds=5)))
-    file = CaptureWriter(tmp_path / "c", "c", "run-1", json.dumps(document), 3, fields=SHAPES)
+    file = CaptureWriter(tmp_path / "c", "c", "run-1", json.dumps(document), 3, allow_imports=True, fields=SHAPES)
     sent = ((0, 1, 1.0), (0, 2, 1.0), (0, 2, 2.0), (1, 1, 1.0), (1, 2, 3.0))
     for t, receiver, value in sent:
         await file.add_part(await build_part(tmp_path, document, [row(frame(t, 0, value), 0, receiver)]))
@@ -217,7 +217,7 @@ async def test_detections_of_a_worker_are_those_of_the_capture(tmp_path: Path) -
     rows = [row(frame(t, 2), 0, 1) for t in range(150)]
     part = await build_part(tmp_path, document, rows)
     assert (len(part.detections), sum(part.detection_counts.values())) == (100, 150)
-    file = CaptureWriter(tmp_path / "c", "c", "run-1", json.dumps(document), 3, fields=SHAPES)
+    file = CaptureWriter(tmp_path / "c", "c", "run-1", json.dumps(document), 3, allow_imports=True, fields=SHAPES)
     for number in (1, 2):
         await file.add_part(part)
         assert file.checks.counts_by_kind == {"sender": 150 * number}
