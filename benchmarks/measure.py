@@ -53,6 +53,7 @@ class Case:
         name: name on the command line.
         rounds: rounds of the measured window; a tenth of them, at least 20, run before it (warm-up), and again after it.
         target: wanted rounds/s, relative to the floor.
+        workers: processes of the eavesdropper that serve relays; 0: its own.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Case:
     target: float | None = None
     deadline_s: float = DEADLINE_S
     loops: Loops = "installed"
+    workers: int = 0
 
     @property
     def margin(self) -> int:
@@ -244,6 +246,7 @@ async def start_ring(case: Case, rounds: int, folder: Path) -> AsyncIterator[Rin
     began = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(use_event_loop(case.loops, folder))
+        os.environ["SOTTOVOCE_WORKERS"] = str(case.workers)
         services = await stack.enter_async_context(
             LocalServices(spec, folder, learners_per_process=case.per_process, tls=case.tls)
         )
@@ -302,8 +305,8 @@ def _find_processes() -> dict[str, list[psutil.Process]]:
     found: dict[str, list[psutil.Process]] = {}
     for process in psutil.Process().children():
         role = next((word for word in process.cmdline()[:4] if word in ROLES), None)
-        if role is not None:
-            found.setdefault(role, []).append(process)
+        if role is not None:  # with its own processes, such as an eavesdropper's workers
+            found.setdefault(role, []).extend([process, *process.children()])
     return found
 
 

@@ -140,6 +140,8 @@ def build_groups(rounds: int) -> tuple[Group, ...]:
                 Case("unrecorded", rounds, target=0.60),
                 Case("mirror", rounds, capture="mirror", target=0.50),
                 Case("relay", rounds, capture="relay", target=0.33),
+                Case("relay-2", rounds, capture="relay", workers=2),
+                Case("relay-8", rounds, capture="relay", workers=8),
                 Case("power", large, durability="power"),
             ),
         ),
@@ -161,7 +163,11 @@ def build_groups(rounds: int) -> tuple[Group, ...]:
         ),
         Group(
             Floor("floor50", fifty, learners=50, layout="--single"),
-            (Case("ring50", fifty, learners=50, per_process=25),),
+            (
+                Case("ring50", fifty, learners=50, per_process=25),
+                Case("ring50-relay", fifty, learners=50, per_process=25, capture="relay"),
+                Case("ring50-relay-8", fifty, learners=50, per_process=25, capture="relay", workers=8),
+            ),
             (Floor("floor50-processes", fifty, learners=50),),
         ),
     )
@@ -169,8 +175,8 @@ def build_groups(rounds: int) -> tuple[Group, ...]:
 
 CASES_WITHOUT_FLOOR = ("startup", "rounds", "scale")
 """Cases without a floor."""
-HEAVY = ("ring50",)
-"""Cases that the quick form omits unless they are named, because they start fifty processes."""
+HEAVY = ("relay-2", "relay-8", "ring50", "ring50-relay", "ring50-relay-8")
+"""Cases that the quick form omits unless they are named: they start fifty processes, or want more cores than two."""
 DIMS = (100, 1_000, 10_000, 100_000, 1_000_000)
 
 

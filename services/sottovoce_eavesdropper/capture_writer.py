@@ -187,7 +187,7 @@ class CaptureWriter:
     _rows: list[CaptureRow] = field(default_factory=list)
     _buffered_bytes: int = 0
     _complete: bool = False
-    _due: list[bytes] = field(default_factory=list)  # encoded parts that are not yet stored
+    _due: list[tuple[bytes, int]] = field(default_factory=list)  # encoded parts that are not yet stored, and their rows
     _is_store_away: bool = False
     _full: asyncio.Event = field(default_factory=asyncio.Event)
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -333,7 +333,7 @@ class CaptureWriter:
                 (*ends, digests[16 * k : 16 * k + 16])
                 for k, ends in enumerate(zip(versions.senders, versions.receivers, versions.rounds, strict=True))
             )
-            self._due.append(part.content)
+            self._due.append((part.content, part.rows))
             self._write(())
             if self.checks.detection_count > known:
                 self._write_metadata()
@@ -354,7 +354,8 @@ class CaptureWriter:
     def _handle_failure(self, error: Exception) -> None:
         """Keep unwritten rows if a remote store may come back, else end the capture."""
         reason = {"reason": str(error)} if isinstance(error, OSError) else describe_failure(error)
-        fits = sum(map(len, self._due)) < 2 * MAX_PART_BYTES
+        held_rows = sum(rows for _, rows in self._due)
+        fits = sum(len(part) for part, _ in self._due) < 2 * MAX_PART_BYTES and held_rows < _MAX_BUFFERED_ROWS
         if self.is_open and fits and self.storage_folder.is_remote and isinstance(error, OSError):
             if not self._is_store_away:
                 log.error(
@@ -411,9 +412,9 @@ class CaptureWriter:
         """Check recorded rows, and write them in parts; runs in a thread."""
         known = self.checks.detection_count
         checked = self.checks.check_rows(rows)
-        self._due += (self.encode_part(part) for part in split_into_parts(checked))
+        self._due += ((self.encode_part(part), len(part)) for part in split_into_parts(checked))
         while self._due:
-            self.storage_folder.write(format_part_name(self.part_count + 1), self._due[0])
+            self.storage_folder.write(format_part_name(self.part_count + 1), self._due[0][0])
             self.part_count += 1
             del self._due[0]
         if self._is_store_away:

@@ -343,8 +343,11 @@ _BUFFERED_BYTES = _metric("rows_waiting_bytes", "Bytes of messages in rows that 
 _BUSY = _metric(
     "busy_ratio", "Share of the last ten seconds in which the busiest process worked: near 1, runs wait for it."
 )
-_DELAY = _metric(
-    "message_delay_seconds", "Time that messages of the last ten seconds waited in the busiest process.", "quantile"
+_MEDIAN_DELAY, _TAIL_DELAY = (
+    _metric(
+        f"message_delay_{name}_seconds", f"Time that messages waited in the busiest process: {text} of ten seconds."
+    )
+    for name, text in (("median", "median"), ("tail", "99th percentile"))
 )
 _DETECTIONS = _metric("detections_total", "Detections, by kind: messages on a channel that must never occur.", "kind")
 _UNCHECKED = _metric("captures_unchecked", "Captures that are being recorded in which not everything can be checked.")
@@ -368,8 +371,8 @@ def collect_metrics(captures: Iterable[CaptureWriter], load: eavesdropper_pb2.Lo
     yield _ROWS.sample(load.rows)
     yield _BUFFERED_BYTES.sample(load.bytes)
     yield _BUSY.sample(load.busy)
-    yield _DELAY.sample(load.median_delay_s, "0.5")
-    yield _DELAY.sample(load.p99_delay_s, "0.99")
+    yield _MEDIAN_DELAY.sample(load.median_delay_s)
+    yield _TAIL_DELAY.sample(load.p99_delay_s)
     counts = Counter[str]()
     for file in files:
         counts.update(dict(file.checks.counts_by_kind))  # a copy: rows are checked in a thread

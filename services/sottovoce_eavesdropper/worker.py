@@ -94,6 +94,7 @@ class SendingWriter(CaptureWriter):
             capture_id=self.capture_id,
             number=self.part_count,
             content=self.encode_part(checked),
+            rows=len(rows),
             unchecked_reason=checks.unchecked_reason or "",
             detections=[json.dumps(asdict(each)) for each in checks.first_detections],
             detection_counts=checks.counts_by_kind,

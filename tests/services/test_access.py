@@ -69,8 +69,9 @@ CONDITIONS = {
     f"{LEARNER}/Predict": OWN,
     f"{LEARNER}/GetLedger": OWN,
     f"{LEARNER}/GetStatus": OWN | {"feeder/ann", "operator/bob", "coordinator/main", "coordinator/other"},
+    f"{EAVESDROPPER}/Work": set(),
 }
-"""Of those in a fitting role, whom ann's owner has named."""
+"""Of those in a fitting role, whom ann's owner has named; an eavesdropper's workers show a secret of it."""
 
 
 def address(up: Network, house: str) -> str:

@@ -19,7 +19,7 @@ from sottovoce_core.network.network import NetworkDigests
 from sottovoce_core.runs.replay import replay
 from sottovoce_core.runs.run import build_run
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper import capture_registry
+from sottovoce_eavesdropper import capture_session
 from sottovoce_eavesdropper.capture_reader import open_capture
 from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import LearnerState
@@ -138,7 +138,7 @@ async def test_a_learner_that_is_not_waited_for_is_rounds_ahead_and_a_broken_str
     data, left = made_up(spec), list(rounds)
     noise, said, last = recorded(spec, data, tmp_path / "noise.npz")
     monkeypatch.setattr(Cutting, "cuts", {(*edge, direction): left})
-    monkeypatch.setattr(capture_registry, "GrpcProxy", Cutting)
+    monkeypatch.setattr(capture_session, "GrpcProxy", Cutting)
     async with network(tmp_path, NAMES, noise=noise) as up:
         run_id = (await up.start(spec, 3)).run_id
         await up.feed(run_id, spec, data, but=["cleo"])

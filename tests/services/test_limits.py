@@ -25,7 +25,7 @@ from sottovoce_coordinator.store import Claim
 from sottovoce_core.data import LearnerData
 from sottovoce_core.runs.policy import Policy
 from sottovoce_core.spec import MAX_OFFLINE_INTERVALS
-from sottovoce_eavesdropper import capture_registry
+from sottovoce_eavesdropper import capture_registry, capture_session
 from sottovoce_eavesdropper import service as eavesdropping
 from sottovoce_eavesdropper.grpc_proxy import GrpcProxy
 from sottovoce_learner import session_factory
@@ -454,7 +454,7 @@ async def test_others_are_served_while_relays_are_opened(up: Network, monkeypatc
             order.append("opened")
             return address
 
-    monkeypatch.setattr(capture_registry, "GrpcProxy", Counted)
+    monkeypatch.setattr(capture_session, "GrpcProxy", Counted)
     served = 0
     async with open_channel(up.eavesdropper) as to:
         stub = eavesdropper_pb2_grpc.EavesdropperStub(to)

@@ -249,7 +249,9 @@ async def test_a_call_that_is_refused_is_counted_and_why(tmp_path: Path) -> None
 
 # ---- nothing of it depends on a record -------------------------------------------------------------------------------
 
-TIMES = re.compile(r"_timestamp_seconds\b|^sottovoce_learner_waiting\b|_parts_total\b|_busy_ratio\b|_delay_seconds\b")
+TIMES = re.compile(
+    r"_timestamp_seconds\b|^sottovoce_learner_waiting\b|_parts_total\b|_busy_ratio\b|_delay_\w+_seconds\b"
+)
 """When something was, whether it has lasted so long that it is told, into how many parts that cut what was
 recorded, and how busy processes are."""
 
@@ -325,7 +327,8 @@ def test_the_names_of_times_are_few() -> None:
         "sottovoce_coordinator_run_failed_timestamp_seconds",
         "sottovoce_eavesdropper_parts_total",
         "sottovoce_eavesdropper_busy_ratio",
-        "sottovoce_eavesdropper_message_delay_seconds",
+        "sottovoce_eavesdropper_message_delay_median_seconds",
+        "sottovoce_eavesdropper_message_delay_tail_seconds",
     ]
 
 

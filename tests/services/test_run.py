@@ -30,7 +30,7 @@ from sottovoce_core.runs.run import build_run
 from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.runs.transcript import Transcript
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper import capture_registry
+from sottovoce_eavesdropper import capture_session
 from sottovoce_eavesdropper.capture_reader import Capture, open_capture
 from sottovoce_eavesdropper.grpc_proxy import GrpcProxy, GrpcRecorder
 from sottovoce_eavesdropper.http2 import Direction, Event
@@ -475,7 +475,7 @@ async def test_a_broken_stream_is_opened_again_and_the_same_bytes_are_said_again
     noise, said, last = recorded(spec, data, tmp_path / "noise.npz")
     left = list(rounds)
     monkeypatch.setattr(Cutting, "cuts", {(1, 2, direction): left})
-    monkeypatch.setattr(capture_registry, "GrpcProxy", Cutting)
+    monkeypatch.setattr(capture_session, "GrpcProxy", Cutting)
     async with network(tmp_path, NAMES, noise=noise) as up:
         outcome = await up.run(spec, data)
         capture = closed(outcome)

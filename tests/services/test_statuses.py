@@ -104,6 +104,8 @@ def of_eavesdropper(run_id: str, capture_id: str, spec: str) -> list[Case]:
         ("ListCaptures", pb.ListCapturesRequest(**a_token), INVALID, "the page token must be one"),
         ("Mirror", pb.MirrorRequest(run_id="other"), NOT_FOUND, "no capture of run 'other' here"),
         ("Mirror", pb.MirrorRequest(run_id=run_id, sender=9), INVALID, "the capture is of 2 learners, got learner 9"),
+        ("Work", pb.WorkRequest(), DENIED, "this eavesdropper has not started this worker"),
+        ("Work", NO_MESSAGE, INVALID, "a message must be one of this method"),
     ]
 
 

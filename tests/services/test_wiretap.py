@@ -66,7 +66,18 @@ async def tapped(
     folder: Path, talk: Talk = echo, credentials: Credentials | None = None
 ) -> AsyncIterator[tuple[int, TcpProxy, CaptureWriter]]:
     """A wiretap before a server, and its port."""
-    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    talks = set[asyncio.Task[Any]]()
+
+    async def talk_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        talks.add(task)
+        await talk(reader, writer)
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(talk_and_close, "127.0.0.1", 0)
     target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     file = CaptureWriter(folder, "cap", "run-1", SPEC)
     tap = TcpProxy(
@@ -79,6 +90,8 @@ async def tapped(
         await tap.stop()
         await file.close()
         server.close()
+        if talks:
+            await asyncio.wait(talks, timeout=PATIENCE_S)
 
 
 def record(size: int, kind: int = 23) -> bytes:

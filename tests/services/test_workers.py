@@ -179,7 +179,7 @@ async def _read_all(call: Any) -> None:
 
 async def test_contents_of_a_round_in_two_workers_are_compared(tmp_path: Path) -> None:
     """Ann sends ben, whose edge is in one worker, other bytes than cleo, whose edge is in another one."""
-    document = document_from_wire(spec_to_wire(spec_of(rounds=5)))
+    document: Any = document_from_wire(spec_to_wire(spec_of(rounds=5)))
     file = CaptureWriter(tmp_path / "c", "c", "run-1", json.dumps(document), 3, allow_imports=True, fields=SHAPES)
     sent = ((0, 1, 1.0), (0, 2, 1.0), (0, 2, 2.0), (1, 1, 1.0), (1, 2, 3.0))
     for t, receiver, value in sent:
@@ -213,7 +213,7 @@ async def build_part(
 
 async def test_detections_of_a_worker_are_those_of_the_capture(tmp_path: Path) -> None:
     """The first ones by themselves, and the number of all."""
-    document = document_from_wire(spec_to_wire(spec_of(rounds=500)))
+    document: Any = document_from_wire(spec_to_wire(spec_of(rounds=500)))
     rows = [row(frame(t, 2), 0, 1) for t in range(150)]
     part = await build_part(tmp_path, document, rows)
     assert (len(part.detections), sum(part.detection_counts.values())) == (100, 150)

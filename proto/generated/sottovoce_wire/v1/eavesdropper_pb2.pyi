@@ -644,6 +644,7 @@ class WorkerPart(_message.Message):
     CAPTURE_ID_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     CHANNELS_FIELD_NUMBER: _builtins.int
     CONNECTIONS_FIELD_NUMBER: _builtins.int
     EDGES_FIELD_NUMBER: _builtins.int
@@ -656,7 +657,8 @@ class WorkerPart(_message.Message):
     number: _builtins.int
     """Number of the part among those of this worker; it is sent back when the part is stored."""
     content: _builtins.bytes
-    """Parquet file."""
+    """Parquet file, and the number of its rows."""
+    rows: _builtins.int
     connections: _builtins.int
     """Connections that were opened; wiretap only."""
     unchecked_reason: _builtins.str
@@ -687,6 +689,7 @@ class WorkerPart(_message.Message):
         capture_id: _builtins.str = ...,
         number: _builtins.int = ...,
         content: _builtins.bytes = ...,
+        rows: _builtins.int = ...,
         channels: _abc.Iterable[Global___ChannelTraffic] | None = ...,
         connections: _builtins.int = ...,
         edges: _abc.Iterable[Global___EdgeProgress] | None = ...,
@@ -698,7 +701,7 @@ class WorkerPart(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "channels", b"channels", "connections", b"connections", "content", b"content", "detection_counts", b"detection_counts", "detections", b"detections", "edges", b"edges", "number", b"number", "rounds", b"rounds", "unchecked_reason", b"unchecked_reason", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "channels", b"channels", "connections", b"connections", "content", b"content", "detection_counts", b"detection_counts", "detections", b"detections", "edges", b"edges", "number", b"number", "rounds", b"rounds", "rows", b"rows", "unchecked_reason", b"unchecked_reason", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
