@@ -23,7 +23,7 @@ LOWEST += [f"--ignore=tests/test_{name}.py" for name in ("docs", "language", "lo
 SAME_LIBRARIES = {
     "client": ["audit_ledger", "audit_provenance", "audit_report", "watch", "watch_logs"],
     "core": ["audit_foreign", "fast_paths"],
-    "services": ["absence", "gaps", "late", "lost", "misconduct", "roster"],
+    "services": ["absence", "gaps", "late", "lost", "misconduct", "roster", "workers"],
 }
 """Tests of what our code decides, by folder: the calls of libraries that they reach are in other tests, too."""
 LOWEST += [f"--ignore=tests/{folder}/test_{name}.py" for folder, names in SAME_LIBRARIES.items() for name in names]

@@ -184,6 +184,7 @@ class CaptureRegistry:
             _create_writer, folder, capture_id, request, spec, allow_imports=self._allow_imports
         )
         file.opener = opener
+        self.pool.start(len(request.routes))
         new = (self._build_proxy(k, route, file, participants) for k, route in enumerate(request.routes))
         proxies, addresses = await _start_proxies(((proxy, f"{self._host}:0") for proxy in new), file)
         file.routes = [_describe_route(*each) for each in zip(request.routes, addresses, strict=True)]
@@ -243,6 +244,8 @@ class CaptureRegistry:
         file, before = await asyncio.to_thread(resume_capture, left, allow_imports=self._allow_imports)
         await file.write_metadata()
         participants = Participants.from_spec(file.spec)
+
+        self.pool.start(len(file.routes))
 
         def build_proxies() -> Iterator[tuple[EdgeProxy, str]]:
             for number, each in enumerate(file.routes):

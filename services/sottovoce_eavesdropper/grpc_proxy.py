@@ -79,6 +79,10 @@ class GrpcProxy(Proxy):
     def build_recorder(self, number: int) -> GrpcRecorder:
         return GrpcRecorder(self.route, self.capture, number, self._number_stream)
 
+    @property
+    def has_identities(self) -> bool:
+        return self._credentials.folder is not None
+
     def _number_stream(self) -> int:
         self._stream_count += 1
         return self._stream_count
@@ -96,7 +100,7 @@ class GrpcProxy(Proxy):
 
     def require_caller(self, transport: asyncio.Transport) -> None:
         try:
-            caller = self._credentials.authenticate_connection(transport)
+            caller = self._credentials.authenticate_connection(transport, [self.address])
         except PermissionDenied as error:
             self._record_refusal(UNTRUSTED, transport, str(error))
             raise PermissionDenied(UNTRUSTED_CALLER_TEXT) from None
@@ -109,6 +113,8 @@ class GrpcProxy(Proxy):
             raise PermissionDenied(f"{caller} must not send messages of {name or 'a learner'}")
 
     def require_target(self, transport: asyncio.Transport) -> None:
+        if not self.has_identities:
+            return
         target, name = self._credentials.authenticate_connection(transport), self._end_names[1]
         if target is not None and not (
             target.is_one_of(f"{Role.LEARNER}/{name}")

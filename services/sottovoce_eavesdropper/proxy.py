@@ -75,9 +75,12 @@ class Proxy(ABC):
         self.route, self.capture, self.tasks = route, capture, Tasks()
         self._connection_count = connection_count
         self._server: asyncio.Server | None = None
+        self.address = ""
+        """Address on which it listens."""
         self.connections: set[Connection] = set()
+        self.refused: set[Connection] = set()
         self._quiet = asyncio.Event()
-        self._is_writing = False
+        self._is_writing = self.is_stopping = False
 
     # ---- what kinds of proxies differ in --------------------------------------------------------------------
 
@@ -115,6 +118,11 @@ class Proxy(ABC):
             SottovoceError: it is another one.
         """
 
+    @property
+    def has_identities(self) -> bool:
+        """Return whether both ends show certificates, which may expire or be revoked."""
+        return False
+
     def refuse(self, transport: asyncio.Transport, error: SottovoceError) -> Callable[[bytes], bytes] | None:
         """Return what answers the bytes of a refused caller; None: it is cut off at once."""
         return None
@@ -139,7 +147,8 @@ class Proxy(ABC):
             raise Unavailable(f"cannot listen on {listen}: {error.strerror or error}") from None
         timeout = None if context is None else CONNECTION_TIMEOUT_S
         self._server = await loop.create_server(self._accept, sock=own, ssl=context, ssl_handshake_timeout=timeout)
-        return f"{listen.rsplit(':', 1)[0]}:{own.getsockname()[1]}"
+        self.address = f"{listen.rsplit(':', 1)[0]}:{own.getsockname()[1]}"
+        return self.address
 
     def _accept(self) -> asyncio.Protocol:
         self._connection_count += 1
@@ -155,13 +164,14 @@ class Proxy(ABC):
         """Accept no new connection, wait `stop_timeout_s` for the recorders, then end the rest."""
         if self._server is not None:
             self._server.close()
+        self.is_stopping = True
         await self._wait_until_quiet(lambda: any(each.is_busy for each in self.connections), self.stop_timeout_s)
         for each in tuple(self.connections):
             each.close()
         await self._wait_until_quiet(lambda: bool(self.connections), _CLOSE_TIMEOUT_S)
         self._cut_all()
         await self.tasks.end()
-        await self._wait_until_quiet(lambda: bool(self.connections), CONNECTION_TIMEOUT_S)
+        await self._wait_until_quiet(lambda: bool(self.connections or self.refused), CONNECTION_TIMEOUT_S)
 
     async def _wait_until_quiet(self, is_loud: Callable[[], bool], seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -171,7 +181,7 @@ class Proxy(ABC):
                     await self._quiet.wait()
 
     def _cut_all(self) -> None:
-        for each in tuple(self.connections):
+        for each in (*self.connections, *self.refused):
             each.cut("the proxy ends it")
 
     # ---- for its connections --------------------------------------------------------------------------------
@@ -229,7 +239,10 @@ class Connection:
                 raise Unavailable(f"at most {proxy.max_connections} connections of an edge are served")
             proxy.require_caller(caller)
         except SottovoceError as error:
-            self.caller.answer = proxy.refuse(caller, error)
+            proxy.connections.discard(self)  # it must not take the place of a caller that may connect
+            proxy.refused.add(self)
+            if len(proxy.refused) <= proxy.max_connections:
+                self.caller.answer = proxy.refuse(caller, error)
             if self.caller.answer is None:
                 self.cut(str(error))
             else:
@@ -254,7 +267,8 @@ class Connection:
                     )
             if self.target.transport is not None:
                 proxy.require_target(self.target.transport)
-                self._schedule_check()
+                if proxy.has_identities:
+                    self._schedule_check()
                 self.caller.release("target")
         except (OSError, TimeoutError, SottovoceError) as error:  # reset, not reachable, or no address yet
             self.cut(str(error) or "not reachable in time")
@@ -285,7 +299,7 @@ class Connection:
             self.cut(str(error))
             return
         to.write(data)
-        if not recorder.is_busy:
+        if self.proxy.is_stopping:
             self.proxy.note_progress()
         self.proxy.pause_if_behind()
 
@@ -328,6 +342,7 @@ class Connection:
         if end.other.transport is None or end.other.is_lost:
             self._finish()
             self.proxy.connections.discard(self)
+            self.proxy.refused.discard(self)
             self.proxy.note_progress()
         elif not self._is_over:
             end.other.close()

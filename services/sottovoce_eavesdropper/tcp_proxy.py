@@ -97,7 +97,7 @@ class TcpProxy(Proxy):
         return _TapRecorder(self.route, self.capture, number)
 
     def require_caller(self, transport: asyncio.Transport) -> None:
-        if not self._credentials.can_serve(format_peer(transport)):
+        if not self._credentials.can_serve(format_peer(transport), [self.address]):
             raise PermissionDenied("another user of this machine")
 
 

@@ -294,14 +294,18 @@ class WorkerPool:
         self._processes: dict[int, asyncio.subprocess.Process | None] = {}
         self._is_stopping = False
 
+    def start(self, edges: int) -> None:
+        """Start as many workers as a capture with so many edges needs, unless they run already."""
+        for worker in self.workers[:edges]:
+            if worker.number not in self._processes:
+                self._tasks.start(self._keep_running(worker), "a worker is no longer started")
+                self._processes[worker.number] = None
+
     def deal(self, writer: CaptureWriter, number: int) -> RemoteRecording | None:
         """Return the recording to which the edge with this number belongs; None: this process serves it."""
         if not self.workers:
             return None
         worker = self.workers[number % len(self.workers)]
-        if worker.number not in self._processes:
-            self._tasks.start(self._keep_running(worker), "a worker is no longer started")
-            self._processes[worker.number] = None
         recording = worker.recordings.get(writer.capture_id)
         if recording is None:
             recording = RemoteRecording(worker, writer)

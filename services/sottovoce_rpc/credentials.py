@@ -298,13 +298,14 @@ class Credentials:
         certificate, chain = (next(iter(shown.get(name, ())), b"") for name in ("x509_pem_cert", "x509_pem_cert_chain"))
         return self.authenticate_certificate(certificate, chain)
 
-    def can_serve(self, peer: str) -> bool:
+    def can_serve(self, peer: str, servers: Sequence[str]) -> bool:
         """Return whether a connection may be served: without an identity only if it is this user's, unless `insecure`.
 
         Args:
             peer: as gRPC reports it: `ipv4:127.0.0.1:40123`.
+            servers: addresses of the servers that the connection may lead to.
         """
-        return self.folder is not None or self.insecure or is_same_user(peer)
+        return self.folder is not None or self.insecure or is_same_user(peer, servers)
 
     def authenticate_connection(
         self, connection: asyncio.BaseTransport, servers: Sequence[str] = ()

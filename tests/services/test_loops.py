@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -12,8 +13,12 @@ from typing import Any
 import grpc
 import pytest
 
+from sottovoce_core.errors import PermissionDenied
 from sottovoce_eavesdropper.capture_reader import open_capture
-from tests.services.test_foreign import ALONE, PATIENCE_S, served, stream, unary
+from sottovoce_eavesdropper.capture_writer import CaptureWriter
+from sottovoce_eavesdropper.grpc_proxy import GrpcProxy
+from sottovoce_wire.v1 import eavesdropper_pb2
+from tests.services.test_foreign import ALONE, PATIENCE_S, Service, served, stream, unary
 from tests.services.test_wiretap import record, tapped
 
 
@@ -69,3 +74,52 @@ def test_a_wiretap_passes_on_what_comes_before_it_has_connected(run: Callable[[A
     run(main())
     counts = open_capture(tmp_path).ciphertext
     assert counts is not None and (counts.connections, counts.bytes) == (20, 40 * len(sent))
+
+
+def test_a_relay_reaches_a_learner_at_a_unix_socket(run: Callable[[Any], Any], tmp_path: Path) -> None:
+    async def main() -> bytes:
+        server, service = grpc.aio.server(), Service()
+        server.add_generic_rpc_handlers((service,))
+        server.add_insecure_port(f"unix:{tmp_path}/learner.sock")
+        await server.start()
+        route = eavesdropper_pb2.Route(caller=0, callee=1, target=f"unix:{tmp_path}/learner.sock")
+        file = CaptureWriter(tmp_path / "c", "c", "run-1", "{}")
+        relay = GrpcProxy(route, file)
+        async with grpc.aio.insecure_channel(await relay.open("127.0.0.1:0")) as channel:
+            answer: bytes = await unary(channel, "/x/Unary")(b"abc", timeout=PATIENCE_S)
+        await relay.stop()
+        await file.close()
+        await server.stop(0)
+        return answer
+
+    assert run(main()) == b"cba"
+
+
+def test_refused_callers_do_not_take_the_place_of_others(
+    run: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are told so for a while, as many as there may be, and the rest is cut off; connections that may be are served."""
+    refused = {"now": True}
+
+    def require(self: GrpcProxy, transport: asyncio.Transport) -> None:
+        if refused["now"]:
+            raise PermissionDenied("not you")
+
+    monkeypatch.setattr(GrpcProxy, "require_caller", require)
+
+    async def main() -> list[grpc.StatusCode]:
+        codes = list[grpc.StatusCode]()
+        async with served(tmp_path) as (address, _, relay), contextlib.AsyncExitStack() as stack:
+            monkeypatch.setattr(relay._proxy, "max_connections", 2)
+            for k in range(5):
+                refused["now"] = k < 4
+                channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=ALONE))
+                try:
+                    await unary(channel, "/x/Unary")(b"abc", timeout=PATIENCE_S)
+                    codes.append(grpc.StatusCode.OK)
+                except grpc.aio.AioRpcError as error:
+                    codes.append(error.code())
+        return codes
+
+    denied, cut = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE
+    assert run(main()) == [denied, denied, cut, cut, grpc.StatusCode.OK]

@@ -261,7 +261,9 @@ async def test_without_an_identity_other_users_of_this_machine_do_not_come_throu
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the learner behind it a connection of theirs would be this user's; with an identity, TLS tells them apart."""
-    monkeypatch.setattr("sottovoce_rpc.credentials.is_same_user", lambda peer: not peer.startswith("ipv4:127.0.0.1:"))
+    monkeypatch.setattr(
+        "sottovoce_rpc.credentials.is_same_user", lambda peer, _: not peer.startswith("ipv4:127.0.0.1:")
+    )
     ids = Identities(tmp_path / "ids")
     for credentials, answer in ((Credentials(), b""), (ids.of("eavesdropper/ear"), b"x")):
         async with tapped(tmp_path / str(answer), credentials=credentials) as (port, _, _):

@@ -58,16 +58,15 @@ def processes(up: Network) -> list[int]:
     return [each.pid for each in pool._processes.values() if each is not None and each.returncode is None]
 
 
-@pytest.mark.parametrize("secured", [False, True])
-async def test_a_capture_of_several_workers_is_that_of_one_process(tmp_path: Path, secured: bool) -> None:
-    """The same rows of every edge, the same transcript, the same counts; equal to the simulation."""
+async def test_a_capture_of_several_workers_is_that_of_one_process(tmp_path: Path) -> None:
+    """The same rows of every edge, the same transcript, the same counts; equal to the simulation. Both over TLS."""
     spec = spec_of(rounds=50)
     data = made_up(spec)
     noise, sent, _ = recorded(spec, data, tmp_path / "noise.npz")
     found = list[tuple[Any, ...]]()
     for workers in (0, 2):
         folder = tmp_path / str(workers)
-        ids = Identities(folder / "ids") if secured else None
+        ids = Identities(folder / "ids")
         async with network(folder, NAMES, noise=noise, identities=ids, workers=workers) as up:
             outcome = await up.run(spec, data)
             assert len(processes(up)) == workers
@@ -98,13 +97,12 @@ async def test_a_wiretap_of_several_workers_counts_all_records(tmp_path: Path) -
     assert sum(messages for messages, _ in traffic.values()) == counts.records and len(traffic) == 6
 
 
-@pytest.mark.parametrize("deaths", [1, 3])
-async def test_a_worker_that_is_killed_is_started_again_and_what_it_lost_is_named(tmp_path: Path, deaths: int) -> None:
+async def test_a_worker_that_is_killed_is_started_again_and_what_it_lost_is_named(tmp_path: Path) -> None:
     """Its relays come back on their ports, the run goes on, and rounds that are missing are in gaps of their channel."""
     spec = spec_of(rounds=400)
     async with network(tmp_path, NAMES, workers=2) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
-        for death in range(deaths):
+        for death in range(3):
             await up.until("ann", LearnerState.RUNNING, 30 + 80 * death)
             alive = processes(up)
             os.kill(alive[death % len(alive)], signal.SIGKILL)
