@@ -66,12 +66,12 @@ async def tapped(
     folder: Path, talk: Talk = echo, credentials: Credentials | None = None
 ) -> AsyncIterator[tuple[int, TcpProxy, CaptureWriter]]:
     """A wiretap before a server, and its port."""
-    talks = set[asyncio.Task[Any]]()
+    talks = dict[Any, asyncio.Task[Any]]()
 
     async def talk_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        talks.add(task)
+        talks[writer.get_extra_info("peername")] = task
         await talk(reader, writer)
         writer.close()
         with suppress(ConnectionError):
@@ -89,9 +89,14 @@ async def tapped(
     finally:
         await tap.stop()
         await file.close()
+        # Connections are accepted in order: when this one is, all have been, and then they end.
+        _, last = await asyncio.open_connection("127.0.0.1", server.sockets[0].getsockname()[1])
+        async with asyncio.timeout(PATIENCE_S):
+            while last.get_extra_info("sockname") not in talks:  # noqa: ASYNC110 - what is waited for is no event
+                await asyncio.sleep(0.01)
+            last.close()
+            await asyncio.gather(*talks.values())
         server.close()
-        if talks:
-            await asyncio.wait(talks, timeout=PATIENCE_S)
 
 
 def record(size: int, kind: int = 23) -> bytes:
