@@ -34,7 +34,7 @@ _HEADER_BYTES, _PREFIX_BYTES = 9, 5
 _MAX_HEADER_BLOCK_BYTES = 64 * 1024
 """Maximum bytes of the headers of a call, packed and unpacked: gRPC's own limit is a quarter of that."""
 _MAX_CALLS, _MAX_RESET_CALLS = 4_096, 128
-"""Maximum numbers of open calls of a connection, and of reset ones of which messages may still be on their way."""
+"""Maximum numbers of open calls of a connection, and of remembered reset calls: their last messages may still be on the way."""
 _MAX_TABLE_BYTES = 1024 * 1024
 """Maximum bytes of the table by which headers are packed, even where the other side allows more."""
 _TRANSPORT_KEYS = frozenset(
@@ -144,7 +144,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Side:
-    """State of one direction: bytes of an unfinished frame, and headers of which more must follow."""
+    """State of one direction: bytes of an unfinished frame, and a block of headers that is not complete."""
 
     decode_headers: Callable[[bytes], _Headers]
     set_table_size: Callable[[int], None]

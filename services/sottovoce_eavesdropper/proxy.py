@@ -362,7 +362,7 @@ class Connection:
 
 
 class _End(asyncio.Protocol):
-    """One end of a connection: what it sends goes to the other one."""
+    """One end of a connection; its bytes go to the other end."""
 
     other: _End
 

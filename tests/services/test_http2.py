@@ -1,4 +1,4 @@
-"""What a relay reads on a connection of gRPC: the same in whatever pieces the bytes come."""
+"""The decoder of relays: the same calls and messages, however a connection cuts its bytes."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_a_relay_reaches_a_learner_at_a_unix_socket(run: Callable[[Any], Any], t
 def test_refused_callers_do_not_take_the_place_of_others(
     run: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are told so for a while, as many as there may be, and the rest is cut off; connections that may be are served."""
+    """As many as there may be connections are answered, the rest is cut off, and a caller that may connect is served."""
     refused = {"now": True}
 
     def require(self: GrpcProxy, transport: asyncio.Transport) -> None:

@@ -47,7 +47,7 @@ def _signatures_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_messages() -> Callable[[Any, bytes], list[bytes]]:
-    """What reads the messages that end in the bytes of one end of a relayed connection."""
+    """Return a function that reads the messages which end in bytes of one end of a relayed connection."""
     decoders = dict[Any, GrpcDecoder]()
 
     def read(end: Any, data: bytes) -> list[bytes]:

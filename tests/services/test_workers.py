@@ -1,4 +1,4 @@
-"""An eavesdropper of several processes: the capture is that of one process, whatever dies."""
+"""An eavesdropper of several processes: its capture is that of one process, also when a process dies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def spec_of(capture: str = "relay", rounds: int = ROUNDS) -> RunSpec:
 
 
 def kinds(capture: Capture) -> Counter[Any]:
-    """How many rows of each kind are of each sender on each edge."""
+    """Numbers of rows by edge, sender and kind."""
     columns = ("caller", "callee", "sender", "kind")
     return Counter(tuple(each.values()) for batch in capture.read_batches(columns) for each in batch.to_pylist())
 
@@ -126,7 +126,7 @@ async def test_a_worker_that_is_killed_is_started_again_and_what_it_lost_is_name
 
 
 async def test_an_eavesdropper_with_workers_is_resumed(tmp_path: Path) -> None:
-    """It ends with its workers; the next one serves the same ports, by workers of its own."""
+    """Its processes end; the next eavesdropper serves the same ports with workers of its own."""
     spec = spec_of(rounds=400)
     async with network(tmp_path, NAMES, workers=2) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
@@ -194,7 +194,7 @@ async def test_contents_of_a_round_in_two_workers_are_compared(tmp_path: Path) -
 async def build_part(
     tmp_path: Path, document: dict[str, Any], rows: list[CaptureRow], fields: Shapes = SHAPES
 ) -> eavesdropper_pb2.WorkerPart:
-    """What a worker sends of these rows."""
+    """Return the part that a worker sends for these rows."""
     sent = list[eavesdropper_pb2.WorkerPart]()
 
     async def send(report: eavesdropper_pb2.WorkRequest) -> None:
