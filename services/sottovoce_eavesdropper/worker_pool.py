@@ -367,7 +367,8 @@ class WorkerPool:
         Raises:
             PermissionDenied: this eavesdropper has not started the process.
         """
-        hello = (await anext(aiter(requests))).hello
+        first = await anext(aiter(requests), WorkRequest())
+        hello = first.hello
         worker = self.workers[hello.worker] if hello.worker < len(self.workers) else None
         if worker is None or not worker.token or not secrets.compare_digest(worker.token, hello.token):
             raise PermissionDenied("this eavesdropper has not started this worker")

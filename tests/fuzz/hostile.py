@@ -133,7 +133,12 @@ def message(random: Random, kind: type[Message], known: Known, depth: int = 0) -
     for field in made.DESCRIPTOR.fields:
         if random.random() < 0.35 or (field.message_type is not None and depth >= _DEEPEST):
             continue
-        if field.is_repeated:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            key, value = (
+                _value(random, field.message_type.fields_by_name[each], known, depth) for each in ("key", "value")
+            )
+            getattr(made, field.name)[key] = value
+        elif field.is_repeated:
             getattr(made, field.name).extend(
                 _value(random, field, known, depth) for _ in range(random.choice(_MANY) if depth < 2 else 1)
             )

@@ -314,9 +314,9 @@ async def refused(call: Any) -> grpc.aio.AioRpcError:
 
 
 async def until_charged(files: LearnerPaths) -> None:
-    """Wait until the ledger says what the last run has cost."""
+    """Wait until the ledger says what the last run has cost, and the files of the run are gone."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            if StoredState.read(files).open_entry is None:
+            if StoredState.read(files).open_entry is None and not files.list_log_folders():
                 return
             await asyncio.sleep(0.01)

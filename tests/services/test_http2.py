@@ -224,8 +224,11 @@ async def test_a_refused_caller_reads_why() -> None:
     """By gRPC's own library: every call of the connection, until it ends."""
     import asyncio
 
+    writers = list[asyncio.StreamWriter]()
+
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         refusal = GrpcRefusal(grpc.StatusCode.PERMISSION_DENIED, "100 % nö")
+        writers.append(writer)
         while data := await reader.read(65_536):
             writer.write(refusal.answer(data))
 
@@ -237,3 +240,6 @@ async def test_a_refused_caller_reads_why() -> None:
                 await call
             assert (refused.value.code(), refused.value.details()) == (grpc.StatusCode.PERMISSION_DENIED, "100 % nö")
     server.close()
+    for writer in writers:
+        writer.close()
+        await writer.wait_closed()

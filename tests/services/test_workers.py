@@ -168,6 +168,9 @@ async def test_a_process_that_the_eavesdropper_has_not_started_is_refused(tmp_pa
                 await call.write(eavesdropper_pb2.WorkRequest(hello=unknown))
                 failure = await refused(_read_all(call))
                 assert failure.code() is grpc.StatusCode.PERMISSION_DENIED
+            silent: Any = eavesdropper_pb2_grpc.EavesdropperStub(to).Work(timeout=PATIENCE_S)
+            await silent.done_writing()
+            assert (await refused(_read_all(silent))).code() is grpc.StatusCode.PERMISSION_DENIED
 
 
 async def _read_all(call: Any) -> None:
