@@ -26,7 +26,8 @@ from sottovoce_eavesdropper.capture_session import (
 )
 from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from sottovoce_eavesdropper.storage import Folder, open_folder
-from sottovoce_eavesdropper.worker_pool import RemoteProxy, WorkerPool
+from sottovoce_eavesdropper.worker_handle import RemoteProxy
+from sottovoce_eavesdropper.worker_pool import WorkerPool
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.codec import from_fields
 from sottovoce_rpc.credentials import Credentials
@@ -50,17 +51,31 @@ class CaptureRegistry:
         credentials: credentials of the eavesdropper.
         allow_imports: allow a run spec to name code to import.
         workers: number of processes that serve edges; 0: this one.
+        remote_workers: number of workers that join from other hosts, in place of these.
     """
 
     def __init__(
-        self, folder: str | Path, host: str, credentials: Credentials, *, allow_imports: bool, workers: int = 0
+        self,
+        folder: str | Path,
+        host: str,
+        credentials: Credentials,
+        *,
+        allow_imports: bool,
+        workers: int = 0,
+        remote_workers: int = 0,
     ) -> None:
         self._folder, self._host, self._credentials, self._allow_imports = folder, host, credentials, allow_imports
         self.sessions: dict[str, CaptureSession] = {}
         """Capture sessions by capture id, the oldest first."""
         self.refusals = Refusals()
         """Calls that relays refused."""
-        self.pool = WorkerPool(workers, credentials, self.refusals, allow_imports=allow_imports)
+        self.pool = WorkerPool(
+            remote_workers or workers,
+            credentials,
+            self.refusals,
+            allow_imports=allow_imports,
+            remote=remote_workers > 0,
+        )
         self._writers = WeakValueDictionary[str, CaptureWriter]()  # also of captures that are being opened
         self._tasks = Tasks()
         self._opening: list[int] = []  # proxy counts of captures that are being opened
@@ -179,12 +194,13 @@ class CaptureRegistry:
         self, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, opener: str
     ) -> CaptureSession:
         capture_id, participants = f"{request.run_id}-{uuid.uuid4().hex[:6]}", Participants.from_spec(spec)
+        if request.routes:
+            await self.pool.prepare(len(request.routes))
         folder = open_folder(self._folder).get_subfolder(Path(capture_id).name).name
         file = await asyncio.to_thread(
             _create_writer, folder, capture_id, request, spec, allow_imports=self._allow_imports
         )
         file.opener = opener
-        self.pool.start(len(request.routes))
         new = (self._build_proxy(k, route, file, participants) for k, route in enumerate(request.routes))
         proxies, addresses = await _start_proxies(((proxy, f"{self._host}:0") for proxy in new), file)
         file.routes = [_describe_route(*each) for each in zip(request.routes, addresses, strict=True)]
@@ -221,9 +237,10 @@ class CaptureRegistry:
         file: CaptureWriter,
         participants: Participants,
         before: int = 0,
+        address: str = "",
     ) -> EdgeProxy:
-        """Build the proxy of the edge with this number, here or in a worker."""
-        recording = self.pool.deal(file, number)
+        """Build the proxy of the edge with this number, here or in a worker; `address` is its own in a resumed capture."""
+        recording = self.pool.deal(file, number, address)
         if recording is None:
             return build_proxy(route, file, participants, before, self._credentials, self.refusals)
         self._writers[file.capture_id] = file
@@ -241,17 +258,18 @@ class CaptureRegistry:
         left = await asyncio.to_thread(find_open_capture, self._folder, run_id)
         if left is None:
             return None
+        if routes := left.metadata["routes"]:
+            await self.pool.prepare(len(routes))
         file, before = await asyncio.to_thread(resume_capture, left, allow_imports=self._allow_imports)
         await file.write_metadata()
         participants = Participants.from_spec(file.spec)
-
-        self.pool.start(len(file.routes))
 
         def build_proxies() -> Iterator[tuple[EdgeProxy, str]]:
             for number, each in enumerate(file.routes):
                 route = eavesdropper_pb2.Route(caller=each["caller"], callee=each["callee"], target=each["target"])
                 count = before.get((route.caller, route.callee), 0)
-                yield self._build_proxy(number, route, file, participants, count), each["address"]
+                proxy = self._build_proxy(number, route, file, participants, count, each["address"])
+                yield proxy, each["address"]
 
         # All or none: a port in use may be free later, and then the other ports must be free, too.
         proxies, _ = await _start_proxies(build_proxies(), file)

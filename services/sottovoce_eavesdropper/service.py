@@ -14,15 +14,16 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce_core.errors import CaptureError, SpecError
+from sottovoce_core.errors import CaptureError, PermissionDenied, SpecError
 from sottovoce_eavesdropper.capture_registry import CaptureRegistry
 from sottovoce_eavesdropper.capture_session import CaptureSession
 from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter, parse_part_number, prefer_messages
 from sottovoce_eavesdropper.grpc_proxy import FINISH_TIMEOUT_S, MAX_PAYLOAD_BYTES
 from sottovoce_eavesdropper.storage import Folder, open_folder, require_folder
 from sottovoce_eavesdropper.throughput import LoadMeter, combine_loads
+from sottovoce_eavesdropper.worker import JoiningWorker
 from sottovoce_rpc.access import UNIDENTIFIED_CALLER, Refusals, StreamLimit, release_read_slot
-from sottovoce_rpc.addresses import require_host
+from sottovoce_rpc.addresses import require_address, require_host
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.logs import log_start, warn_if_open
 from sottovoce_rpc.metrics import Catalogue, MetricSample, MetricsEndpoint, collect_common_metrics, serve_metrics
@@ -50,6 +51,7 @@ MAX_MIRROR_STREAMS = 4
 """Maximum number of one learner's mirror streams: one of its run, and some given up that have not ended yet."""
 DRAIN_TIMEOUT_S = FINISH_TIMEOUT_S + WRITE_TIMEOUT_S
 """Time to write what is in memory after a request to stop."""
+_EVERY_ADDRESS = ("0.0.0.0", "[::]", "::")  # noqa: S104 - no address is opened here
 _MAX_MESSAGE_BYTES = MAX_PAYLOAD_BYTES + MAX_OVERHEAD_BYTES
 """Maximum bytes of a mirror request: the longest message that is recorded comes alone."""
 
@@ -67,6 +69,7 @@ class EavesdropperConfig:
         allow_imports: allow a run spec to name code to import; without it, such a run is checked less.
         credentials: credentials of this eavesdropper.
         workers: number of processes that serve edges; 0: this one.
+        remote_workers: number of workers that join from other hosts, in place of these.
     """
 
     listen: str = "127.0.0.1:0"
@@ -75,6 +78,7 @@ class EavesdropperConfig:
     allow_imports: bool = False
     credentials: Credentials = field(default_factory=Credentials)
     workers: int = 0
+    remote_workers: int = 0
 
     def __post_init__(self) -> None:
         if self.advertise_host is not None:
@@ -93,6 +97,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             config.credentials,
             allow_imports=config.allow_imports,
             workers=config.workers,
+            remote_workers=config.remote_workers,
         )
         self._mirrors = StreamLimit(
             MAX_MIRROR_STREAMS if config.credentials.principal else MAX_CONCURRENT_CALLS, "copies"
@@ -251,6 +256,9 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
     async def Work(self, requests: AsyncIterator[WorkRequest], context: Context) -> AsyncIterator[WorkResponse]:
         """Serve a worker of this eavesdropper."""
         release_read_slot()
+        caller, own = self.config.credentials.identify_caller(context), self.config.credentials.principal
+        if caller != own:
+            raise PermissionDenied(f"a worker must have the identity of its eavesdropper, {own}, got {caller}")
         async for task in self._captures.pool.serve(requests, self._captures.find_writer):
             yield task
 
@@ -325,6 +333,52 @@ async def serve(
         await serve_until_stopped(
             lambda _: service.stop(), stop_with_stdin=stop_with_stdin, drain_timeout_s=DRAIN_TIMEOUT_S
         )
+
+
+async def join(
+    config: EavesdropperConfig,
+    eavesdropper: str,
+    *,
+    stop_with_stdin: bool = False,
+    metrics: MetricsEndpoint | None = None,
+) -> None:
+    """Run a worker of an eavesdropper on another host in this process until it is asked to stop.
+
+    Args:
+        config: configuration; `listen` is where the worker is checked for its health, and whose host its relays listen on.
+        eavesdropper: address of the eavesdropper.
+        stop_with_stdin: stop when standard input ends.
+        metrics: endpoint for Prometheus; None: no metrics are served.
+
+    Raises:
+        SottovoceError: an address is in use or is not valid, or the identity cannot be used.
+    """
+    config.credentials.require_local(require_address(eavesdropper, "--join"))
+    config.credentials.require_principal(Role.EAVESDROPPER)
+    listen_host = config.listen.rpartition(":")[0]
+    host = config.advertise_host or listen_host
+    if host in _EVERY_ADDRESS:
+        raise SpecError(
+            f"--join needs --advertise-host, the name of this host for learners, got --listen {config.listen}"
+        )
+    prefer_messages()
+    worker = JoiningWorker(eavesdropper, listen_host, host, config.credentials, allow_imports=config.allow_imports)
+    server = await start_server(config.listen, lambda _: None, [], config.credentials)
+    refused = Refusals()
+
+    def collect() -> Iterator[MetricSample]:
+        yield from collect_common_metrics([config.credentials], [refused, server.refusals])
+        yield from collect_metrics((), worker.build_load())  # what is recorded counts at the eavesdropper
+
+    async def stop() -> None:
+        await worker.stop()
+        await server.stop()
+
+    async with serve_metrics(metrics, CATALOGUE, collect, refused):
+        announce("eavesdropper", address=f"{host}:{server.address.rpartition(':')[2]}")
+        log_start("worker of an eavesdropper", config.credentials.principal, eavesdropper=eavesdropper)
+        worker.start()
+        await serve_until_stopped(lambda _: stop(), stop_with_stdin=stop_with_stdin, drain_timeout_s=DRAIN_TIMEOUT_S)
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------

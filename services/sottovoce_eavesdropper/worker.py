@@ -1,20 +1,23 @@
 """Worker of an eavesdropper: a process that serves edges of its captures, checks what passes, and sends it parts to store.
 
-The eavesdropper starts it with a line of JSON on standard input, and ends it by the end of that. A worker has no state of its
-own: if it dies, what it had in memory is lost and named, and another one takes over its edges (`worker_pool`).
+The eavesdropper starts it with a line of JSON on standard input, and ends it by the end of that; or it joins an eavesdropper on
+another host. A worker has no state of its own: if it dies, what it had in memory is lost and named, and another one takes over
+its edges (`worker_pool`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import structlog
 
 from sottovoce_core.errors import SottovoceError, Unavailable
@@ -27,6 +30,7 @@ from sottovoce_eavesdropper.throughput import LoadMeter
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.codec import from_fields
 from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.error_status import CallOutcome, convert_status_error
 from sottovoce_rpc.logs import configure_logs, describe_failure
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import choose_loop_factory, open_channel
@@ -38,6 +42,8 @@ from sottovoce_wire.v1.eavesdropper_pb2_grpc import EavesdropperStub
 log = structlog.get_logger()
 
 _LOAD_INTERVAL_S = 1.0
+_JOIN_DELAY_S = 1.0
+"""Delay before a worker joins its eavesdropper once more."""
 _MAX_VERSIONS = 65_536
 """Maximum number of rounds whose first content a worker remembers; a forgotten one is sent again."""
 Edge = tuple[int, int]
@@ -70,6 +76,13 @@ class SendingWriter(CaptureWriter):
         CaptureWriter.__post_init__(self)
         self.storage_folder = _NoFolder()
         self.checks.rounds, self.checks.is_logged = [], False
+
+    def abandon(self) -> None:
+        """End, because nothing can be stored any more."""
+        self.is_open = False
+        for waiting in self._stored.values():
+            if not waiting.done():
+                waiting.set_exception(Unavailable("the eavesdropper cannot be reached"))
 
     def confirm_stored(self, number: int) -> None:
         """Let the writer go on after a part was stored."""
@@ -150,14 +163,21 @@ class Worker:
     """Worker process.
 
     Args:
-        number: its number, from 0.
-        token: secret by which the eavesdropper knows it.
+        hello: what it tells the eavesdropper first.
         credentials: credentials of the eavesdropper.
         allow_imports: allow a run spec to name code to import.
+        listen_host: host on which its proxies listen; empty: as the eavesdropper says.
     """
 
-    def __init__(self, number: int, token: bytes, credentials: Credentials, *, allow_imports: bool) -> None:
-        self._hello = eavesdropper_pb2.WorkerHello(worker=number, token=token)
+    def __init__(
+        self,
+        hello: eavesdropper_pb2.WorkerHello,
+        credentials: Credentials,
+        *,
+        allow_imports: bool,
+        listen_host: str = "",
+    ) -> None:
+        self._hello, self._listen_host = hello, listen_host
         self._credentials, self._allow_imports = credentials, allow_imports
         self._recordings: dict[str, _Recording] = {}
         self._refusals, self._sending, self._message_count = Refusals(), asyncio.Lock(), 0
@@ -167,7 +187,7 @@ class Worker:
         """Serve an eavesdropper until it ends the stream.
 
         Raises:
-            SottovoceError: it cannot be reached.
+            SottovoceError: it cannot be reached, or refuses this worker.
         """
         async with (
             open_channel(eavesdropper, Role.EAVESDROPPER, credentials=self._credentials) as channel,
@@ -179,18 +199,32 @@ class Worker:
                 async with self._sending:
                     await call.write(report)
 
-            await send(WorkRequest(hello=self._hello))
+            outcome = CallOutcome(call)
             try:
+                await send(WorkRequest(hello=self._hello))
                 async with run_in_background(self._meter.run(), self._report_load(send)):
                     async for task in call:
                         tasks.start(self._do(task, send), "a task failed")
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the latter: written to a stream that has ended
+                raise convert_status_error(
+                    await outcome.wait_for_status(), f"the eavesdropper at {eavesdropper}"
+                ) from None
             finally:  # what passes now could not be stored
-                for proxy in self._iterate_proxies():
-                    proxy.stop_timeout_s = 0.0
-                await asyncio.gather(*(proxy.stop() for proxy in self._iterate_proxies()))
+                for recording in self._recordings.values():
+                    recording.writer.abandon()
+                await self._stop_proxies(0.0)
+                await asyncio.gather(*(each.writing.end() for each in self._recordings.values()))
 
-    def _iterate_proxies(self) -> Iterator[Proxy]:
-        return (proxy for recording in self._recordings.values() for proxy in recording.proxies.values())
+    async def _stop_proxies(self, timeout_s: float | None = None) -> None:
+        proxies = [proxy for recording in self._recordings.values() for proxy in recording.proxies.values()]
+        for proxy in proxies:
+            proxy.stop_timeout_s = proxy.stop_timeout_s if timeout_s is None else timeout_s
+        await asyncio.gather(*(proxy.stop() for proxy in proxies))
+
+    async def leave(self) -> None:
+        """Serve no new connection, wait for the last calls, and let the eavesdropper store what is in memory."""
+        await self._stop_proxies()
+        await asyncio.gather(*(each.writer.flush() for each in self._recordings.values()))
 
     def _count_messages(self) -> int:
         return self._message_count + sum(each.writer.message_count for each in self._recordings.values())
@@ -198,9 +232,13 @@ class Worker:
     async def _report_load(self, send: _Send) -> None:
         while True:
             await asyncio.sleep(_LOAD_INTERVAL_S)
-            load = self._meter.build_load([each.writer.buffer_size for each in self._recordings.values()])
+            load = self.build_load()
             load.refusals.update(self._refusals.counts_by_reason)
             await send(WorkRequest(load=load))
+
+    def build_load(self) -> eavesdropper_pb2.Load:
+        """Return the load of this process."""
+        return self._meter.build_load([each.writer.buffer_size for each in self._recordings.values()])
 
     async def _do(self, task: WorkResponse, send: _Send) -> None:
         """Do a task, and send its result."""
@@ -233,13 +271,14 @@ class Worker:
         if kind == "proxy":
             route, count = task.proxy.route, task.proxy.count
             proxy = build_proxy(route, writer, recording.participants, count, self._credentials, self._refusals)
+            host, _, port = task.proxy.listen.rpartition(":")
             try:
-                address = await proxy.open(task.proxy.listen)
+                address = await proxy.open(f"{self._listen_host or host}:{port}")
             except BaseException:
                 await proxy.stop()
                 raise
             recording.proxies[route.caller, route.callee] = proxy
-            return address
+            return f"{self._hello.host}:{address.rpartition(':')[2]}" if self._hello.host else address
         if kind == "redirect":
             await recording.proxies[task.redirect.caller, task.redirect.callee].redirect(task.redirect.target)
         elif kind == "spec":
@@ -275,12 +314,63 @@ class Worker:
         return recording
 
 
+class JoiningWorker:
+    """Worker on a host of its own, which joins an eavesdropper, again whenever it has lost it.
+
+    Args:
+        eavesdropper: address of the eavesdropper.
+        listen_host: host on which its proxies listen.
+        host: name of that host for learners.
+        credentials: credentials of the eavesdropper.
+        allow_imports: allow a run spec to name code to import.
+    """
+
+    def __init__(
+        self, eavesdropper: str, listen_host: str, host: str, credentials: Credentials, *, allow_imports: bool
+    ) -> None:
+        self._eavesdropper = eavesdropper
+        hello = eavesdropper_pb2.WorkerHello(host=host)
+        self._build: Callable[[], Worker] = functools.partial(
+            Worker, hello, credentials, allow_imports=allow_imports, listen_host=listen_host
+        )
+        self._worker = self._build()
+        self._tasks = Tasks()
+
+    def start(self) -> None:
+        """Begin to join."""
+        self._tasks.start(self._keep_joined(), "this worker does not join any more")
+
+    async def stop(self) -> None:
+        """Let the eavesdropper store what is in memory, then end."""
+        await self._worker.leave()
+        await self._tasks.end()
+
+    def build_load(self) -> eavesdropper_pb2.Load:
+        """Return the load of this process."""
+        return self._worker.build_load()
+
+    async def _keep_joined(self) -> None:
+        known = ""
+        while True:
+            try:
+                await self._worker.run(self._eavesdropper)
+                reason = "the eavesdropper has ended"
+            except SottovoceError as error:
+                reason = str(error)
+            if reason != known:
+                log.warning(
+                    "this worker serves nothing, and joins again", eavesdropper=self._eavesdropper, reason=reason
+                )
+            known = reason
+            await asyncio.sleep(_JOIN_DELAY_S)
+            self._worker = self._build()
+
+
 async def _run(config: dict[str, Any]) -> None:
     folder = config["identity"]
     credentials = Credentials(None if folder is None else Path(folder), insecure=config["insecure"])
-    worker = Worker(
-        config["worker"], bytes.fromhex(config["token"]), credentials, allow_imports=config["allow_imports"]
-    )
+    hello = eavesdropper_pb2.WorkerHello(worker=config["worker"], token=bytes.fromhex(config["token"]))
+    worker = Worker(hello, credentials, allow_imports=config["allow_imports"])
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     async with Tasks() as tasks:

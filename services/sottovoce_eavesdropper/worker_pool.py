@@ -1,29 +1,29 @@
-"""Workers of an eavesdropper: processes to which it deals the edges of its captures, and which it starts again when they die.
+"""Workers of an eavesdropper: processes to which it deals the edges of its captures.
 
-A worker connects to the eavesdropper (`Work`) and does tasks: open a capture and its proxies, redirect, flush, close. It sends
-parts, which are stored one after the other under one count: a capture does not show how many workers there are.
+It starts them, again when they die; or they join it from other hosts (`sottovoce eavesdropper --join`), each known by its host,
+because learners have the addresses of its relays. A worker connects to the eavesdropper (`Work`) and does tasks: open a capture
+and its proxies, redirect, flush, close. It sends parts, which are stored one after the other under one count: a capture does not
+show how many workers there are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import structlog
 
-from sottovoce_core import errors
-from sottovoce_core.errors import PermissionDenied, SottovoceError, Unavailable
-from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter
+from sottovoce_core.errors import LimitReached, PermissionDenied, Unavailable
+from sottovoce_eavesdropper.capture_writer import CaptureWriter
+from sottovoce_eavesdropper.worker_handle import RemoteRecording, WorkerHandle, WorkerStream
 from sottovoce_rpc import logs
 from sottovoce_rpc.access import Refusals
-from sottovoce_rpc.codec import to_fields
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2
@@ -34,226 +34,16 @@ log = structlog.get_logger()
 _MAX_DEFAULT_WORKERS, _WORKER_BYTES = 8, 256 * 1024 * 1024
 """Maximum number of workers unless one is given, and bytes of memory that each of them may need."""
 _LIMITS = Path("/sys/fs/cgroup")
-_START_TIMEOUT_S, _TASK_TIMEOUT_S = 60.0, WRITE_TIMEOUT_S + 10.0
+_JOIN_TIMEOUT_S = 5.0
+"""Time that a capture waits for workers of other hosts; then its edges are dealt to those that have joined."""
+_SILENCE_TIMEOUT_S = 15.0
+"""Time after which a worker of another host that reports nothing is taken as dead: a host may vanish without a word."""
 _RESTART_DELAYS_S = (0.0, 0.2, 1.0, 5.0)
 """Delays before a worker that dies again and again is started once more."""
-_REOPEN_DELAYS_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""Delays before a proxy is opened once more on a port that is not free yet."""
 
 
 FindWriter = Callable[[str], CaptureWriter | None]
 """Returns the writer of a capture by its id; None if the capture is over."""
-
-
-@dataclass(slots=True)
-class _Stream:
-    """Stream of a worker that is connected: tasks for it, and those that wait for their results."""
-
-    tasks: asyncio.Queue[WorkResponse] = field(default_factory=asyncio.Queue)
-    results: dict[int, asyncio.Future[str]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class WorkerHandle:
-    """A worker process, or several one after the other with the same edges.
-
-    Attributes:
-        number: its number, from 0.
-        token: secret of its process.
-        stream: its stream; None while it is not connected.
-        load: what it has reported last.
-        recordings: edges of captures that it serves.
-    """
-
-    number: int
-    token: bytes = b""
-    stream: _Stream | None = None
-    load: eavesdropper_pb2.Load = field(default_factory=eavesdropper_pb2.Load)
-    recordings: dict[str, RemoteRecording] = field(default_factory=dict)
-    _connected: asyncio.Event = field(default_factory=asyncio.Event)
-    _task_count: int = 0
-
-    def connect(self) -> _Stream:
-        """Note that its process has connected."""
-        self.stream = _Stream()
-        self._connected.set()
-        return self.stream
-
-    def disconnect(self, stream: _Stream) -> None:
-        """Note that the stream of its process has ended, with what it had in memory."""
-        if self.stream is stream:
-            self.stream = None
-            self._connected.clear()
-        for waiting in stream.results.values():
-            if not waiting.done():
-                waiting.set_exception(Unavailable("a worker of the eavesdropper has ended"))
-        for recording in self.recordings.values():
-            recording.interrupt()
-
-    async def call(self, task: WorkResponse) -> str:
-        """Let it do a task; return the address of a proxy that it opens.
-
-        Raises:
-            Unavailable: it has ended, or does not answer in time.
-            SottovoceError: the task failed.
-        """
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                await self._connected.wait()
-        except TimeoutError:
-            raise Unavailable(f"worker {self.number} of the eavesdropper does not start: its log says why") from None
-        stream = self.stream
-        if stream is None:
-            raise Unavailable("a worker of the eavesdropper has ended")
-        self._task_count += 1
-        task.task = self._task_count
-        waiting: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        stream.results[task.task] = waiting
-        stream.tasks.put_nowait(task)
-        try:
-            async with asyncio.timeout(_TASK_TIMEOUT_S):
-                return await waiting
-        except TimeoutError:
-            raise Unavailable(f"worker {self.number} of the eavesdropper does not answer") from None
-        finally:
-            stream.results.pop(task.task, None)
-
-    def finish(self, result: eavesdropper_pb2.TaskResult) -> None:
-        """Pass on the result of a task."""
-        waiting = None if self.stream is None else self.stream.results.get(result.task)
-        if waiting is None or waiting.done():
-            return
-        if not result.error_class:
-            waiting.set_result(result.address)
-            return
-        kind = getattr(errors, result.error_class, Unavailable)
-        waiting.set_exception((kind if issubclass(kind, SottovoceError) else Unavailable)(result.error))
-
-
-class RemoteRecording:
-    """Edges of one capture in a worker.
-
-    Args:
-        worker: the worker.
-        writer: writer of the capture.
-    """
-
-    def __init__(self, worker: WorkerHandle, writer: CaptureWriter) -> None:
-        self.worker, self.writer = worker, writer
-        self.proxies: list[RemoteProxy] = []
-        self._is_opened = self._is_closed = False
-        worker.recordings[writer.capture_id] = self
-
-    async def open(self) -> None:
-        """Let the worker begin to record."""
-        if not self._is_opened:
-            await self._call_open()
-            self._is_opened = True
-
-    async def _call_open(self) -> None:
-        writer = self.writer
-        opening = eavesdropper_pb2.OpenCaptureRequest(
-            run_id=writer.run_id,
-            spec=writer.spec,
-            n_features=writer.n_features,
-            world=writer.world,
-            replica=writer.replica,
-            fields=to_fields(writer.fields),
-        )
-        await self.call(WorkResponse(open=opening))
-
-    async def call(self, task: WorkResponse) -> str:
-        """Let the worker do a task of this capture."""
-        task.capture_id = self.writer.capture_id
-        return await self.worker.call(task)
-
-    def interrupt(self) -> None:
-        """Note that the worker has died with rows of this capture in its memory."""
-        self.writer.interrupt_edges((proxy.route.caller, proxy.route.callee) for proxy in self.proxies)
-
-    async def reopen(self) -> None:
-        """Serve the edges again in a new process, on the same ports."""
-        if not self._is_opened or self._is_closed:
-            return
-        await self._call_open()
-        await asyncio.gather(*(proxy.reopen() for proxy in self.proxies))
-
-    async def flush(self) -> None:
-        """Wait until every row in the worker's memory is stored; a worker that has died has none."""
-        if self._is_opened and self.worker.stream is not None:
-            await _ignore_death(self.call(WorkResponse(flush=eavesdropper_pb2.Flush())))
-
-    async def reconfigure(self, spec: str) -> None:
-        """Replace the run's spec."""
-        if self.worker.stream is not None:  # else it gets the new one when it opens the capture again
-            await _ignore_death(self.call(WorkResponse(spec=spec)))
-
-    async def close(self) -> None:
-        """Wait until every row in the worker's memory is stored, and end."""
-        self._is_closed = True
-        if self._is_opened and self.worker.stream is not None:
-            await _ignore_death(self.call(WorkResponse(close=eavesdropper_pb2.Flush())))
-        self.worker.recordings.pop(self.writer.capture_id, None)
-
-
-class RemoteProxy:
-    """Proxy of one edge in a worker.
-
-    Args:
-        route: learners that open and accept the stream, and the address of the latter.
-        recording: the worker's edges of the capture.
-        before: streams (wiretap: connections) of the edge recorded before.
-    """
-
-    def __init__(self, route: eavesdropper_pb2.Route, recording: RemoteRecording, before: int) -> None:
-        self.route, self._recording, self._address = route, recording, ""
-        recording.writer.edge_counts.setdefault((route.caller, route.callee), before)
-        recording.proxies.append(self)
-
-    async def open(self, listen: str) -> str:
-        """Listen on `host:port`; return the address."""
-        await self._recording.open()
-        self._address = await self._call_open(listen)
-        return self._address
-
-    async def _call_open(self, listen: str) -> str:
-        count = self._recording.writer.edge_counts[self.route.caller, self.route.callee]
-        proxy = eavesdropper_pb2.OpenProxy(route=self.route, listen=listen, count=count)
-        return await self._recording.call(WorkResponse(proxy=proxy))
-
-    async def reopen(self) -> None:
-        """Listen again on the same port, once it is free."""
-        for delay in (*_REOPEN_DELAYS_S, None):
-            try:
-                await self._call_open(self._address)
-            except Unavailable:
-                if delay is None or self._recording.worker.stream is None:
-                    raise
-                await asyncio.sleep(delay)
-            else:
-                return
-
-    async def redirect(self, target: str) -> None:
-        """Send later connections to another address, and cut open ones."""
-        if target != self.route.target:
-            self.route.target = target
-            if self._recording.worker.stream is not None:  # else it is told when it opens the proxy again
-                await _ignore_death(self._recording.call(WorkResponse(redirect=self.route)))
-
-    async def stop(self) -> None:
-        """Accept no new connection, wait for the last calls, then end the rest."""
-        if self in self._recording.proxies:
-            self._recording.proxies.remove(self)
-            if self._recording.worker.stream is not None:
-                await _ignore_death(self._recording.call(WorkResponse(stop=self.route)))
-
-
-async def _ignore_death(work: Any) -> None:
-    """Wait for a task; one that ends because its worker does is done."""
-    try:
-        await work
-    except Unavailable as error:
-        log.warning("a worker of the eavesdropper did not finish a task", reason=str(error))
 
 
 def count_default_workers() -> int:
@@ -280,32 +70,68 @@ class WorkerPool:
 
     Args:
         count: number of workers; 0: edges are served in this process.
+        remote: the workers join from other hosts; else this process starts them.
         credentials: credentials of the eavesdropper.
         allow_imports: allow a run spec to name code to import.
         refusals: counts callers that proxies of the workers refuse.
     """
 
-    def __init__(self, count: int, credentials: Credentials, refusals: Refusals, *, allow_imports: bool) -> None:
+    def __init__(
+        self, count: int, credentials: Credentials, refusals: Refusals, *, allow_imports: bool, remote: bool = False
+    ) -> None:
         self.workers = [WorkerHandle(number) for number in range(count)]
         self.address = ""
         """Address of the eavesdropper."""
         self._credentials, self._allow_imports, self._refusals = credentials, allow_imports, refusals
+        self._is_remote, self._joined = remote, asyncio.Event()
         self._tasks = Tasks()
         self._processes: dict[int, asyncio.subprocess.Process | None] = {}
         self._is_stopping = False
 
-    def start(self, edges: int) -> None:
-        """Start as many workers as a capture with so many edges needs, unless they run already."""
-        for worker in self.workers[:edges]:
-            if worker.number not in self._processes:
-                self._tasks.start(self._keep_running(worker), "a worker is no longer started")
-                self._processes[worker.number] = None
+    async def prepare(self, edges: int) -> None:
+        """Start as many workers as a capture with so many edges needs, unless they run already; or wait for those that join.
 
-    def deal(self, writer: CaptureWriter, number: int) -> RemoteRecording | None:
-        """Return the recording to which the edge with this number belongs; None: this process serves it."""
-        if not self.workers:
+        Raises:
+            Unavailable: none has joined.
+        """
+        if not self._is_remote:
+            for worker in self.workers[:edges]:
+                if worker.number not in self._processes:
+                    self._tasks.start(self._keep_running(worker), "a worker is no longer started")
+                    self._processes[worker.number] = None
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_JOIN_TIMEOUT_S):
+                await self._joined.wait()
+        connected = sum(worker.stream is not None for worker in self.workers)
+        if not connected:
+            raise Unavailable(
+                f"edges are served by {len(self.workers)} workers on other hosts (--remote-workers), and none has joined: start "
+                "each with `sottovoce eavesdropper --join HOST:PORT`"
+            )
+        if connected < len(self.workers):
+            log.warning("not all workers have joined", joined=connected, wanted=len(self.workers))
+
+    def deal(self, writer: CaptureWriter, number: int, address: str = "") -> RemoteRecording | None:
+        """Return the recording to which an edge belongs; None: this process serves it.
+
+        Args:
+            writer: writer of the capture.
+            number: number of the edge.
+            address: address at which learners know its proxy, if the capture is resumed.
+
+        Raises:
+            Unavailable: the edge was served by a host that has no worker here.
+        """
+        workers = self.workers
+        if self._is_remote:
+            host, own = address.rpartition(":")[0], self.address.rpartition(":")[0]
+            workers = [each for each in workers if (each.host == host if host else each.stream is not None)]
+            if not workers and host != own:
+                raise Unavailable(f"relays of this capture are at {host}, from where no worker has joined")
+        if not workers:
             return None
-        worker = self.workers[number % len(self.workers)]
+        worker = workers[number % len(workers)]
         recording = worker.recordings.get(writer.capture_id)
         if recording is None:
             recording = RemoteRecording(worker, writer)
@@ -368,12 +194,11 @@ class WorkerPool:
             PermissionDenied: this eavesdropper has not started the process.
         """
         first = await anext(aiter(requests), WorkRequest())
-        hello = first.hello
-        worker = self.workers[hello.worker] if hello.worker < len(self.workers) else None
-        if worker is None or not worker.token or not secrets.compare_digest(worker.token, hello.token):
-            raise PermissionDenied("this eavesdropper has not started this worker")
+        worker = self._admit(first.hello)
         stream = worker.connect()
-        log.info("worker connected", worker=worker.number)
+        log.info("worker connected", worker=worker.number, **({"host": worker.host} if worker.host else {}))
+        if all(each.stream is not None for each in self.workers):
+            self._joined.set()
         async with Tasks() as tasks:
             reading = tasks.start(self._read_reports(worker, requests, stream, find_writer))
             reopening = [
@@ -387,14 +212,49 @@ class WorkerPool:
                         yield waiting.result()
             finally:
                 worker.disconnect(stream)
+                self._joined.clear()
                 for each in reopening:
                     each.cancel()
 
+    def _admit(self, hello: eavesdropper_pb2.WorkerHello) -> WorkerHandle:
+        """Return the worker that a process is; one of another host takes the place of the last one from there, or a free one.
+
+        Raises:
+            PermissionDenied: this eavesdropper has not started the process, and takes none of other hosts.
+            LimitReached: all places are taken.
+        """
+        if self._is_remote and hello.host and not hello.token:
+            free = [worker for worker in self.workers if worker.stream is None]
+            found = next((each for each in free if each.host == hello.host), None) or next(
+                (each for each in free if not each.host or not each.recordings), None
+            )
+            if found is None:
+                raise LimitReached(
+                    f"all {len(self.workers)} workers of this eavesdropper (--remote-workers) have joined, got one more from "
+                    f"{hello.host}: start the eavesdropper for more, or end another worker"
+                )
+            found.host = hello.host
+            return found
+        worker = self.workers[hello.worker] if hello.worker < len(self.workers) else None
+        if worker is None or not worker.token or not secrets.compare_digest(worker.token, hello.token):
+            raise PermissionDenied(
+                "this eavesdropper has not started this worker, and takes none of other hosts (--remote-workers)"
+            )
+        return worker
+
     async def _read_reports(
-        self, worker: WorkerHandle, requests: AsyncIterator[WorkRequest], stream: _Stream, find_writer: FindWriter
+        self, worker: WorkerHandle, requests: AsyncIterator[WorkRequest], stream: WorkerStream, find_writer: FindWriter
     ) -> None:
-        refusals = dict[str, int]()
-        async for request in requests:
+        refusals, following = dict[str, int](), aiter(requests)
+        while True:
+            try:
+                async with asyncio.timeout(_SILENCE_TIMEOUT_S if worker.host else None):
+                    request = await anext(following)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                log.error("a worker of another host does not report any more", worker=worker.number, host=worker.host)
+                return
             kind = request.WhichOneof("report")
             if kind == "result":
                 worker.finish(request.result)

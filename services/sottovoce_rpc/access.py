@@ -118,7 +118,9 @@ ACCESS_RULES: Mapping[str, _Rule] = {
     f"{_EAVESDROPPER}/Mirror": _build_rule(
         Role.LEARNER, condition="as itself, in the run that is captured", foreign="the same"
     ),
-    f"{_EAVESDROPPER}/Work": _build_rule(Role.EAVESDROPPER, condition="a process that it has started"),
+    f"{_EAVESDROPPER}/Work": _build_rule(
+        Role.EAVESDROPPER, condition="a process that it has started, or with its own identity"
+    ),
     "/grpc.health.v1.Health/Check": _build_rule(*_ALL_CALLER_ROLES, foreign="the same"),
     "/grpc.health.v1.Health/List": _build_rule(*_ALL_CALLER_ROLES, foreign="the same"),
     "/grpc.health.v1.Health/Watch": _build_rule(*_ALL_CALLER_ROLES, foreign="the same"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from tests.deploy_chart.rendering import (
     CHART,
     DOMAIN,
     ISSUED,
+    NAMESPACE,
     RELEASE,
     Document,
     Values,
@@ -68,6 +70,15 @@ RELEASES: dict[str, Values] = {
     "secrets": NAMED,
     "secrets and a test": merged(NAMED, {"doctor": {"identity": "own-test"}}),
     "relay": merged(ISSUED, LEARNERS, {"capture": "relay"}),
+    "relays in pods of their own": merged(
+        ISSUED,
+        LEARNERS,
+        MONITORED,
+        {
+            "capture": "relay",
+            "eavesdropper": {"workers": 3, "envFrom": [{"secretRef": {"name": "store"}}], "captures": "s3://bucket/c"},
+        },
+    ),
     "mirror": merged(ISSUED, LEARNERS, {"capture": "mirror", "eavesdropper": {"name": "Ear 2"}}),
     "wiretap into a store": merged(
         ISSUED,
@@ -137,7 +148,8 @@ def test_of_each_learner_there_is_one_pod_at_most(values: Values) -> None:
     sets = release.of("StatefulSet")
     for each in sets:
         spec = each["spec"]
-        assert spec["replicas"] == 1
+        relays = values.get("eavesdropper", {}).get("workers", 0)
+        assert spec["replicas"] == (relays if each["metadata"]["name"].endswith("-relays") else 1)
         assert spec["updateStrategy"] == {"type": "RollingUpdate"}  # the old pod ends before the new one is made
         for claim in spec.get("volumeClaimTemplates", []):
             asked = values.get("learners", {}).get("north", {}).get("volume", {}).get("accessMode", "ReadWriteOncePod")
@@ -207,7 +219,25 @@ def test_what_a_pod_names_is_there(values: Values) -> None:
         assert all(volume["secret"]["defaultMode"] == 0o440 for volume in spec["volumes"] if "secret" in volume)
 
     assert used == issued | named
-    assert len(used) == len(list(release.pods()))  # nobody has another one's identity
+    relays = bool(values.get("eavesdropper", {}).get("workers"))  # they have that of the eavesdropper
+    assert len(used) == len(list(release.pods())) - relays  # nobody else has another one's identity
+
+
+def test_relays_have_no_credentials_of_the_store_and_call_the_eavesdropper() -> None:
+    release = rendered(RELEASES["relays in pods of their own"])
+    pods = {name: pod["spec"]["containers"][0] for name, pod in release.pods()}
+    recording, relays = pods["study-eavesdropper"], pods["study-relays"]
+    assert "envFrom" in recording and "envFrom" not in relays
+    options = dict(itertools.pairwise(relays["args"]))
+    service = release.named("Service", "study-eavesdropper")["metadata"]["name"]
+    assert options["--join"] == f"{service}.{NAMESPACE}.svc.cluster.local:7500"
+    assert options["--advertise-host"] == f"$(POD_NAME).study-relays.{NAMESPACE}.svc.cluster.local"
+    assert dict(itertools.pairwise(recording["args"]))["--remote-workers"] == "3"
+
+
+def test_a_mirror_needs_no_relays() -> None:
+    release = rendered(merged(ISSUED, LEARNERS, {"capture": "mirror", "eavesdropper": {"workers": 3}}))
+    assert "study-relays" not in dict(release.pods())
 
 
 @everywhere
@@ -254,7 +284,7 @@ def test_the_real_command_line_takes_what_a_pod_is_started_with(
         if "--metrics" in arguments and not _takes(command, "--metrics"):
             pytest.skip("this version has no --metrics")
         for each in container.get("env", []):
-            monkeypatch.setenv(each["name"], each["value"])
+            monkeypatch.setenv(each["name"], each.get("value", name))
         _parsed(command, arguments)
         known = {each.envvar for each in _options(command)}
         own = {each["name"] for each in container.get("env", []) if each["name"].startswith("SOTTOVOCE_")}

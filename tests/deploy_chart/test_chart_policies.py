@@ -140,6 +140,18 @@ def test_an_eavesdropper_is_let_in_as_its_kind_of_capture_needs_it(capture: str)
     assert passes(whole(spec)) == {(a, b, LEARNER) for a, b in edges} | always(NAMES) | recorded(edges, capture)
 
 
+def test_relays_in_pods_of_their_own_are_let_in_and_the_eavesdropper_is_not_reached_by_learners() -> None:
+    spec = spec_of("ring", capture="relay")
+    edges = edges_of(spec)
+    moved = {
+        (*(("relays" if end == "eavesdropper" and port in (RELAY, LEARNER) else end) for end in ends), port)
+        for *ends, port in recorded(edges, "relay")
+    } | {("relays", "eavesdropper", EAVESDROPPER)}
+    release = whole(spec, {"eavesdropper": {"workers": 2}})
+
+    assert passes(release) == {(a, b, LEARNER) for a, b in edges} | always(NAMES) | moved
+
+
 @pytest.mark.parametrize("capture", ["none", "relay", "mirror", "wiretap"])
 def test_each_end_by_itself_lets_through_the_same(capture: str) -> None:
     """Where one fence is down, or in another cluster, the other one holds."""

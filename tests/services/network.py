@@ -247,11 +247,14 @@ async def network(
     durable: bool = False,
     identities: Issuing | None = None,
     workers: int = 0,
+    remote_workers: int = 0,
 ) -> AsyncIterator[Network]:
-    """All services for learners of these names, and processes of the eavesdropper that serve edges."""
+    """All services for learners of these names; edges are served by processes of the eavesdropper, or by workers that join."""
     own, captures = credentials_of(identities, "eavesdropper/ear"), folder / "captures"
     eavesdropper = Eavesdropper(
-        EavesdropperConfig(folder=captures, allow_imports=True, credentials=own, workers=workers)
+        EavesdropperConfig(
+            folder=captures, allow_imports=True, credentials=own, workers=workers, remote_workers=remote_workers
+        )
     )
     state, own = folder / "coordinator" if durable else None, credentials_of(identities, "coordinator/main")
     config = CoordinatorConfig(

@@ -225,6 +225,22 @@ def eavesdropper(
             show_default="half of the cores, at most 8, none below four",
         ),
     ] = None,
+    remote_workers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=64,
+            envvar="SOTTOVOCE_REMOTE_WORKERS",
+            help="Workers on other hosts that serve relays and wiretaps in place of these, each started with --join.",
+            show_default="none",
+        ),
+    ] = 0,
+    join: Annotated[
+        str | None,
+        make_address_option(
+            help="Be a worker of the eavesdropper at this address, with its identity.", show_default=False
+        ),
+    ] = None,
     metrics: MetricsAddress = None,
 ) -> None:
     """Start an [bold]eavesdropper[/] in the foreground: it relays the channels between learners and records every byte.
@@ -233,17 +249,28 @@ def eavesdropper(
     """
     if context.invoked_subcommand is not None:
         return
-    from sottovoce_eavesdropper.service import EavesdropperConfig, serve
+    from sottovoce_eavesdropper import service
     from sottovoce_eavesdropper.worker_pool import count_default_workers
     from sottovoce_rpc.metrics import MetricsEndpoint
 
-    workers = count_default_workers() if workers is None else workers
+    if workers and remote_workers:
+        raise SpecError(f"--workers and --remote-workers exclude each other, got {workers} and {remote_workers}")
     options = get_common_options()
-    service_config = EavesdropperConfig(
-        listen, folder, advertise_host, options.allow_imports, options.credentials, workers
+    config = service.EavesdropperConfig(
+        listen,
+        folder,
+        advertise_host,
+        options.allow_imports,
+        options.credentials,
+        count_default_workers() if workers is None else workers,
+        remote_workers,
     )
-    endpoint = None if metrics is None else MetricsEndpoint(metrics, service_config.credentials)
-    _serve(lambda: serve(service_config, stop_with_stdin=get_common_options().stop_with_stdin, metrics=endpoint))
+    endpoint = None if metrics is None else MetricsEndpoint(metrics, config.credentials)
+    ends = options.stop_with_stdin
+    if join is None:
+        _serve(lambda: service.serve(config, stop_with_stdin=ends, metrics=endpoint))
+    else:
+        _serve(lambda: service.join(config, join, stop_with_stdin=ends, metrics=endpoint))
 
 
 @eavesdropper_app.command("relay", common_options=("log_level", "log_format", "config", "stop_with_stdin"))

@@ -79,6 +79,11 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- if and (ne .Values.capture "none") (not .Values.eavesdropper.elsewhere.address) -}}true{{- end -}}
 {{- end -}}
 
+{{/* Do pods of their own serve the relays? "true" or nothing. */}}
+{{- define "sottovoce.relayed" -}}
+{{- if and (include "sottovoce.overhears" .) (has .Values.capture (list "relay" "wiretap")) (gt (int .Values.eavesdropper.workers) 0) -}}true{{- end -}}
+{{- end -}}
+
 {{/* An image: list ROOT TARGET */}}
 {{- define "sottovoce.image" -}}
 {{- $image := (index . 0).Values.image -}}

@@ -24,6 +24,21 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The component whose pods serve relays. */}}
+{{- define "sottovoce.relayComponent" -}}
+{{- if include "sottovoce.relayed" . -}}relays{{- else -}}eavesdropper{{- end -}}
+{{- end -}}
+
+{{/* The pods that serve relays, of this release or of another one. */}}
+{{- define "sottovoce.relayPeers" -}}
+{{- if include "sottovoce.relayed" . -}}
+- podSelector:
+    matchLabels: {{- include "sottovoce.selector" (list . "relays") | nindent 6 }}
+{{- else -}}
+{{- include "sottovoce.peersOf" (list . "eavesdropper") -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Pods of operators. */}}
 {{- define "sottovoce.operators" -}}
 - podSelector:

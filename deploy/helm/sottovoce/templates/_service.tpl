@@ -1,8 +1,8 @@
 {{/*
-One service of one principal: a StatefulSet of one pod, so that there are never two of it.
+One service of one principal: a StatefulSet of one pod, so that there are never two of it; of relays one of several.
 
 dict "root" ROOT "who" (list ROOT ROLE [NAME]) "role" ROLE "secret" SECRET "args" ARGS "port" PORT "of" VALUES
-     "grace" SECONDS "state" FOLDER|"" "policy" TEXT|"" "sysctls" LIST
+     "grace" SECONDS "state" FOLDER|"" "policy" TEXT|"" "sysctls" LIST "replicas" NUMBER
 */}}
 {{- define "sottovoce.statefulset" -}}
 {{- $root := .root }}
@@ -12,9 +12,9 @@ metadata:
   name: {{ include "sottovoce.name" .who }}
   labels: {{- include "sottovoce.labels" .who | nindent 4 }}
 spec:
-  replicas: 1
+  replicas: {{ .replicas | default 1 }}
   serviceName: {{ include "sottovoce.name" .who }}
-  # A pod that never becomes ready is replaced when it is rolled back. With one replica nothing is parallel.
+  # A pod that never becomes ready is replaced when it is rolled back.
   podManagementPolicy: Parallel
   updateStrategy:
     type: RollingUpdate
@@ -74,6 +74,10 @@ spec:
             {{- range $name, $value := .of.env }}
             - name: {{ $name }}
               value: {{ $value | quote }}
+            {{- end }}
+            {{- if .replicas }}
+            - name: POD_NAME
+              valueFrom: {fieldRef: {fieldPath: metadata.name}}
             {{- end }}
             # Where the probes ask, too.
             - name: SOTTOVOCE_LISTEN

@@ -566,19 +566,23 @@ class WorkerHello(_message.Message):
 
     WORKER_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
-    """Number of the worker, from 0."""
+    """Number of the worker, from 0; 0 for one on another host."""
     token: _builtins.bytes
-    """Secret that the eavesdropper has given to this process."""
+    """Secret that the eavesdropper has given to this process; empty for a worker on another host."""
+    host: _builtins.str
+    """Name of the worker's host for learners; empty: that of the eavesdropper."""
     def __init__(
         self,
         *,
         worker: _builtins.int = ...,
         token: _builtins.bytes = ...,
+        host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "token", b"token", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

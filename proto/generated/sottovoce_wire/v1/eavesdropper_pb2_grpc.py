@@ -99,7 +99,7 @@ class EavesdropperServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Work(self, request_iterator, context):
-        """A process that this eavesdropper has started serves edges of its captures.
+        """A worker serves edges of captures: a process that this eavesdropper has started, or one that joins it from another host.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

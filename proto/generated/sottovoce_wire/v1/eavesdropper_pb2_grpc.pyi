@@ -46,7 +46,7 @@ class EavesdropperStub:
     Mirror: _grpc.StreamUnaryMultiCallable[_eavesdropper_pb2.MirrorRequest, _eavesdropper_pb2.MirrorResponse]
     """Learners copy their messages (capture: mirror). Contains no metadata, sizes on the wire or side channels."""
     Work: _grpc.StreamStreamMultiCallable[_eavesdropper_pb2.WorkRequest, _eavesdropper_pb2.WorkResponse]
-    """A process that this eavesdropper has started serves edges of its captures."""
+    """A worker serves edges of captures: a process that this eavesdropper has started, or one that joins it from another host."""
 
 @_typing.type_check_only
 class EavesdropperAsyncStub(EavesdropperStub):
@@ -66,7 +66,7 @@ class EavesdropperAsyncStub(EavesdropperStub):
     Mirror: _aio.StreamUnaryMultiCallable[_eavesdropper_pb2.MirrorRequest, _eavesdropper_pb2.MirrorResponse]  # type: ignore[assignment]
     """Learners copy their messages (capture: mirror). Contains no metadata, sizes on the wire or side channels."""
     Work: _aio.StreamStreamMultiCallable[_eavesdropper_pb2.WorkRequest, _eavesdropper_pb2.WorkResponse]  # type: ignore[assignment]
-    """A process that this eavesdropper has started serves edges of its captures."""
+    """A worker serves edges of captures: a process that this eavesdropper has started, or one that joins it from another host."""
 
 class EavesdropperServicer(metaclass=_abc_1.ABCMeta):
     """Records the traffic of the channels between learners."""
@@ -125,6 +125,6 @@ class EavesdropperServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_eavesdropper_pb2.WorkRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_eavesdropper_pb2.WorkResponse], _abc.AsyncIterator[_eavesdropper_pb2.WorkResponse]]:
-        """A process that this eavesdropper has started serves edges of its captures."""
+        """A worker serves edges of captures: a process that this eavesdropper has started, or one that joins it from another host."""
 
 def add_EavesdropperServicer_to_server(servicer: EavesdropperServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
