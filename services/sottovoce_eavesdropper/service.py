@@ -268,7 +268,9 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         return "" if caller is None else str(caller)
 
     def _advertise(self, address: str) -> str:
-        return f"{self.config.advertise_host or self._host}:{address.rsplit(':', 1)[1]}"
+        """Return an address with the name of this host for learners, unless it is of a worker on another host."""
+        host, _, port = address.rpartition(":")
+        return f"{self.config.advertise_host or host}:{port}" if host == self._host else address
 
 
 def _parse_spec(text: str) -> str:

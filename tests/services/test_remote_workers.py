@@ -197,6 +197,25 @@ async def test_edges_are_dealt_to_those_who_have_joined(tmp_path: Path, monkeypa
             assert outcome.state == "finished" and hosts_of(outcome.capture_location or "") == {HOSTS[1]}
 
 
+async def test_learners_are_sent_to_the_host_of_each_worker(tmp_path: Path) -> None:
+    """And not to that of the eavesdropper, which has a name of its own for learners."""
+    eavesdropper = Eavesdropper(EavesdropperConfig(folder=tmp_path, advertise_host="main.example", remote_workers=2))
+    await eavesdropper.start()
+    assert eavesdropper.server is not None
+    up = Network(tmp_path, "", eavesdropper.server.address, None)
+    up.eavesdropping = eavesdropper
+    hosts = ("first.example", "second.example")
+    try:
+        async with joined(up, hosts[0]), joined(up, hosts[1]), open_channel(up.eavesdropper) as to:
+            routes = [eavesdropper_pb2.Route(caller=0, callee=k, target="127.0.0.1:1") for k in (1, 2)]
+            request = eavesdropper_pb2.OpenCaptureRequest(run_id="run-1", spec="{}", routes=routes)
+            opened = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=PATIENCE_S)
+    finally:
+        await eavesdropper.stop()
+    assert opened.mirror_address.startswith("main.example:")
+    assert {each.rpartition(":")[0] for each in opened.relay_addresses} == set(hosts)
+
+
 # ---- who may join ----------------------------------------------------------------------------------------------------
 
 
