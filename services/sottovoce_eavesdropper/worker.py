@@ -8,6 +8,7 @@ its edges (`worker_pool`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import signal
@@ -46,6 +47,7 @@ _JOIN_DELAY_S = 1.0
 """Delay before a worker joins its eavesdropper once more."""
 _MAX_VERSIONS = 65_536
 """Maximum number of rounds whose first content a worker remembers; a forgotten one is sent again."""
+_LOST = "the stream to the eavesdropper has ended"
 Edge = tuple[int, int]
 _Send = Callable[[WorkRequest], Coroutine[Any, Any, None]]
 
@@ -71,6 +73,7 @@ class SendingWriter(CaptureWriter):
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _stored: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     _versions: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    _is_abandoned: bool = False
 
     def __post_init__(self) -> None:
         CaptureWriter.__post_init__(self)
@@ -79,10 +82,10 @@ class SendingWriter(CaptureWriter):
 
     def abandon(self) -> None:
         """End, because nothing can be stored any more."""
-        self.is_open = False
+        self.is_open, self._is_abandoned = False, True
         for waiting in self._stored.values():
             if not waiting.done():
-                waiting.set_exception(Unavailable("the eavesdropper cannot be reached"))
+                waiting.set_exception(Unavailable(_LOST))
 
     def confirm_stored(self, number: int) -> None:
         """Let the writer go on after a part was stored."""
@@ -90,11 +93,14 @@ class SendingWriter(CaptureWriter):
             waiting.set_result(None)
 
     def _write(self, rows: Sequence[CaptureRow]) -> None:
-        """Check rows, and send them in parts; runs in a thread."""
-        for part in split_into_parts(rows):
-            asyncio.run_coroutine_threadsafe(self._send_part(self._build_part(part)), self._loop).result()
+        """Check rows, and send them in parts; runs in a thread. Rows that cannot be sent are lost, as if the process had died."""
+        with contextlib.suppress(Unavailable):
+            for part in split_into_parts(rows):
+                asyncio.run_coroutine_threadsafe(self._send_part(self._build_part(part)), self._loop).result()
 
     async def _send_part(self, part: WorkerPart) -> None:
+        if self._is_abandoned:
+            raise Unavailable(_LOST)
         self._stored[part.number] = stored = self._loop.create_future()
         await self.send(WorkRequest(part=part))
         await stored
@@ -197,7 +203,13 @@ class Worker:
 
             async def send(report: WorkRequest) -> None:
                 async with self._sending:
-                    await call.write(report)
+                    try:
+                        await call.write(report)
+                    except (
+                        grpc.aio.AioRpcError,
+                        asyncio.InvalidStateError,
+                    ):  # the latter if the stream has ended before
+                        raise Unavailable(_LOST) from None
 
             outcome = CallOutcome(call)
             try:
@@ -205,7 +217,7 @@ class Worker:
                 async with run_in_background(self._meter.run(), self._report_load(send)):
                     async for task in call:
                         tasks.start(self._do(task, send), "a task failed")
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the latter: written to a stream that has ended
+            except (grpc.aio.AioRpcError, Unavailable):
                 raise convert_status_error(
                     await outcome.wait_for_status(), f"the eavesdropper at {eavesdropper}"
                 ) from None

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +28,10 @@ from sottovoce_rpc.server import open_channel
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 from tests.examples import made_up
 from tests.services.capturing import said_again
+from tests.services.dying_worker import STEPS
 from tests.services.identities import Identities
 from tests.services.network import PATIENCE_S, Network, network, refused
+from tests.services.test_gaps import heard
 from tests.services.test_run import SHAPES, by_round, recorded
 from tests.services.test_workers import NAMES, kinds, require_named, spec_of
 
@@ -50,11 +52,12 @@ async def joined(up: Network, host: str, credentials: Credentials | None = None)
         await worker.stop()
 
 
-async def until_connected(up: Network, host: str) -> None:
+async def until_connected(up: Network, host: str, *, connected: bool = True) -> None:
+    """Wait until a worker of this host has joined, or the eavesdropper has noticed that it is gone."""
     assert up.eavesdropping is not None
     workers = up.eavesdropping._captures.pool.workers
     async with asyncio.timeout(PATIENCE_S):
-        while not any(each.host == host and each.stream is not None for each in workers):  # noqa: ASYNC110 - no event
+        while any(each.host == host and each.stream is not None for each in workers) != connected:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -136,12 +139,8 @@ async def test_a_worker_process_that_is_gone_comes_back_and_what_it_lost_is_name
         worker = await stack.enter_async_context(process(up, HOSTS[1]))
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 30)
-        assert up.eavesdropping is not None
-        handle = next(each for each in up.eavesdropping._captures.pool.workers if each.host == HOSTS[1])
         os.kill(worker.pid, signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
-        async with asyncio.timeout(PATIENCE_S):
-            while handle.stream is not None:  # noqa: ASYNC110 - no event
-                await asyncio.sleep(0.01)
+        await until_connected(up, HOSTS[1], connected=False)
         if fault == "killed":
             await stack.enter_async_context(process(up, HOSTS[1]))
         else:
@@ -152,6 +151,47 @@ async def test_a_worker_process_that_is_gone_comes_back_and_what_it_lost_is_name
     said_again(capture)
     assert capture.metadata["detection_count"] == 0
     require_named(capture, 400)
+
+
+@pytest.mark.parametrize("steps", STEPS, ids=["before", "after"])
+async def test_a_worker_that_is_killed_at_any_step_loses_nothing_that_is_not_named(
+    tmp_path: Path, steps: Sequence[str]
+) -> None:
+    """One run, in which it dies at each step in turn, and another one joins from the same host."""
+    deaths, stop, spec = list[str](), asyncio.Event(), spec_of(rounds=1_000_000)
+
+    async def die_at_each_step(up: Network) -> None:
+        for step in steps:
+            command = [sys.executable, "-m", "tests.services.dying_worker", step, up.eavesdropper, HOSTS[1]]
+            pipe = asyncio.subprocess.PIPE
+            worker = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=asyncio.subprocess.DEVNULL)
+            if step in ("flush", "flushed"):
+                await until_connected(up, HOSTS[1])
+                await read(up)
+            if step == steps[-1]:
+                await until_connected(up, HOSTS[1])
+                stop.set()
+            if await worker.wait() == -signal.SIGKILL:
+                deaths.append(step)
+            await until_connected(up, HOSTS[1], connected=False)
+
+    async def read(up: Network) -> None:
+        """Read the capture, which flushes what workers have in memory."""
+        assert up.eavesdropping is not None
+        (session,) = up.eavesdropping._captures.sessions.values()
+        await session.writer.flush_fully()
+
+    async with network(tmp_path, NAMES, remote_workers=2) as up, joined(up, HOSTS[0]):
+        dying = asyncio.ensure_future(die_at_each_step(up))
+        await until_connected(up, HOSTS[1])
+        outcome = await up.run(spec, made_up(spec), stop)
+        await dying
+    assert outcome.state == "stopped", outcome.detail
+    assert deaths == list(steps)
+    capture = open_capture(outcome.capture_location or "")
+    said_again(capture)
+    assert capture.metadata["detection_count"] == 0
+    require_named(capture, min(max(rounds) for rounds in heard(capture)))
 
 
 async def test_a_capture_is_resumed_with_the_hosts_of_its_relays(tmp_path: Path) -> None:
