@@ -9,7 +9,7 @@ rounds missing in between are a gap.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import structlog
 
 from sottovoce_core.algorithms.interface import LatticeAlgorithm, Message
 from sottovoce_core.auditing.online_checks import CapturedMessage, Detection, ExpectedTraffic, OnlineChecks
-from sottovoce_core.auditing.traffic_features import digest
+from sottovoce_core.auditing.traffic_features import DIGEST_BYTES, digest
 from sottovoce_core.errors import RemoteProtocolError, SottovoceError
 from sottovoce_core.network.network import Network
 from sottovoce_core.network.participation_schedule import Participation
@@ -25,6 +25,7 @@ from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.spec import parse_spec
 from sottovoce_rpc.codec import RoundCodec, Shapes, from_fields, read_hello, to_fields
 from sottovoce_rpc.signatures import SignedStatement
+from sottovoce_wire.v1 import eavesdropper_pb2
 
 log = structlog.get_logger()
 
@@ -70,6 +71,29 @@ class CaptureRow(NamedTuple):
     is_repeat: bool = False
 
 
+class RecordedRound(NamedTuple):
+    """A message of a round that was recorded: its channel, its round, and the digest of its bytes."""
+
+    sender: int
+    receiver: int
+    round: int
+    digest: bytes
+
+
+def encode_rounds(rounds: Sequence[RecordedRound]) -> eavesdropper_pb2.RecordedRounds:
+    """Encode recorded rounds for another process."""
+    senders, receivers, numbers, digests = zip(*rounds, strict=True) if rounds else ((), (), (), ())
+    return eavesdropper_pb2.RecordedRounds(
+        senders=senders, receivers=receivers, rounds=numbers, digests=b"".join(digests)
+    )
+
+
+def decode_rounds(rounds: eavesdropper_pb2.RecordedRounds) -> Iterator[RecordedRound]:
+    """Yield the rounds that another process has recorded."""
+    for k, ends in enumerate(zip(rounds.senders, rounds.receivers, rounds.rounds, strict=True)):
+        yield RecordedRound(*ends, rounds.digests[DIGEST_BYTES * k : DIGEST_BYTES * (k + 1)])
+
+
 def is_tapped(spec: Mapping[str, Any]) -> bool:
     """Return whether a spec asks for a wiretap, which records ciphertext only."""
     return spec.get("capture") == "wiretap"
@@ -92,7 +116,7 @@ class CaptureChecks:
         contradiction: description of the first round sent with two contents; empty if there is none.
         unchecked_reason: what could not be checked, and why; None if everything is.
         is_logged: detections are logged.
-        rounds: sender, receiver, round and digest of messages since they were taken; None: they are not kept.
+        rounds: messages since they were taken, each with whether it is the first content of its round; None: they are not kept.
     """
 
     def __init__(
@@ -102,7 +126,7 @@ class CaptureChecks:
         self.counts_by_kind = dict[str, int]()
         self.first_detections: list[Detection] = []
         self.contradiction = ""
-        self.rounds: list[tuple[int, int, int, bytes]] | None = None
+        self.rounds: list[tuple[RecordedRound, bool]] | None = None
         self.is_logged = True
         self.unchecked_reason: str | None = None if spec else "anything: there is no run spec"
         if is_tapped(spec):
@@ -139,20 +163,27 @@ class CaptureChecks:
         log.error("online checks stopped", capture=self._capture_id, reason=reason)
         self._spec, self.unchecked_reason = {}, f"anything more: {reason}"
 
-    def check_versions(self, rounds: Iterable[tuple[int, int, int, bytes]]) -> None:
-        """Check the first contents of rounds (sender, receiver, round, digest) that a worker has seen against those of others."""
+    def check_versions(self, rounds: Iterable[tuple[RecordedRound, bool]]) -> None:
+        """Remember messages that a worker has checked; check those that were the first of their round there against others."""
         try:
             if self._spec:
                 self._build_run()
         except Exception as error:  # noqa: BLE001 -- likewise
             self._stop(error)
-        for sender, receiver, t, content_digest in rounds:
-            for detection in self._checks.check_version(sender, receiver, t, content_digest):
-                self.record_detection(detection)
+        for each, is_first in rounds:
+            if is_first:
+                for detection in self._checks.check_version(*each):
+                    self.record_detection(detection)
+            else:
+                self._checks.remember(*each)
 
-    def remember_round(self, sender: int, receiver: int, t: int, payload: bytes) -> None:
-        """Remember a round that an earlier eavesdropper recorded: it was checked then, but may be resent."""
-        self._checks.remember(sender, receiver, t, digest(payload))
+    def remember_round(self, each: RecordedRound) -> None:
+        """Remember a round that another process has recorded: it was checked then, but may be resent."""
+        self._checks.remember(*each)
+
+    def list_remembered(self, learners: Collection[int]) -> list[RecordedRound]:
+        """Return the remembered rounds of an edge, the oldest first."""
+        return [RecordedRound(*each) for each in self._checks.list_remembered(learners)]
 
     def build_metadata(self) -> dict[str, Any]:
         """Build the entries of `capture.json`."""
@@ -195,7 +226,8 @@ class CaptureChecks:
         except RemoteProtocolError as error:
             return False, checks.report_undecodable(row.sender, other, row.stream, str(error)[:_MAX_QUOTED_CHARS])
         if self.rounds is not None:
-            self.rounds.append((row.sender, other, t, content_digest))
+            is_first = not checks.is_remembered(row.sender, t)
+            self.rounds.append((RecordedRound(row.sender, other, t, content_digest), is_first))
         found = CapturedMessage(row.sender, other, row.stream, claimed, t, message.fields, content_digest, row.size)
         return checks.is_repeat(found), checks.check_message(found)
 

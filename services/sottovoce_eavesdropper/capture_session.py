@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import structlog
 
 from sottovoce_core.auditing.online_checks import Detection
+from sottovoce_core.auditing.traffic_features import digest
 from sottovoce_core.errors import CaptureError, PermissionDenied, RemoteProtocolError
 from sottovoce_core.network.participation_schedule import resolve_learner_names
 from sottovoce_core.registry import UNBOUNDED_ROUNDS
 from sottovoce_core.runs.transcript import MAX_REMEMBERED_MESSAGES
 from sottovoce_core.spec import MAX_LEARNERS
 from sottovoce_core.text import format_learner_name
-from sottovoce_eavesdropper.capture_checks import EXCHANGE_METHODS, CaptureRow
+from sottovoce_eavesdropper.capture_checks import EXCHANGE_METHODS, CaptureRow, RecordedRound
 from sottovoce_eavesdropper.capture_reader import Capture, open_capture
 from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter, parse_part_number
 from sottovoce_eavesdropper.grpc_proxy import MAX_PAYLOAD_BYTES, GrpcProxy
@@ -348,7 +349,7 @@ def _record_rounds(file: CaptureWriter, capture: Capture, needed: Collection[int
         channels = zip(sender.tolist(), (caller + callee - sender).tolist(), strict=True)
         for row, channel, t in zip(rows.tolist(), channels, rounds.tolist(), strict=True):
             if part in latest:
-                file.checks.remember_round(*channel, t, payloads[row])
+                file.checks.remember_round(RecordedRound(*channel, t, digest(payloads[row])))
             _record_round(file, channel, t)
 
 

@@ -28,7 +28,7 @@ from sottovoce_core.registry import UNBOUNDED_ROUNDS
 from sottovoce_core.runs.transcript import import_parquet
 from sottovoce_core.spec import MAX_LEARNERS, MAX_OFFLINE_INTERVALS
 from sottovoce_eavesdropper import CAPTURE_FORMAT
-from sottovoce_eavesdropper.capture_checks import CaptureChecks, CaptureRow, Gaps, is_tapped
+from sottovoce_eavesdropper.capture_checks import CaptureChecks, CaptureRow, Gaps, decode_rounds, is_tapped
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec, Shapes
 from sottovoce_rpc.logs import describe_failure
@@ -313,11 +313,12 @@ class CaptureWriter:
             self.ciphertext.connections += part.connections
         for edge in part.edges:
             self.edge_counts[edge.caller, edge.callee] = edge.count
-        for rounds in part.rounds:
-            channel = rounds.sender, rounds.receiver
+        recorded, firsts = list(decode_rounds(part.recorded)), set(part.first_contents)
+        for message in recorded:
+            channel, t = (message.sender, message.receiver), message.round
             if channel in self.awaited_rounds:
-                self.gaps.resume_channel(*channel, next_round=self.awaited_rounds.pop(channel), t=rounds.first)
-            self.next_rounds[channel] = max(self.next_rounds.get(channel, 0), rounds.last + 1)
+                self.gaps.resume_channel(*channel, next_round=self.awaited_rounds.pop(channel), t=t)
+            self.next_rounds[channel] = max(self.next_rounds.get(channel, 0), t + 1)
         if part.unchecked_reason:
             self.checks.unchecked_reason = part.unchecked_reason
 
@@ -328,11 +329,7 @@ class CaptureWriter:
                 self.checks.record_detection(detection)
             for kind, number in part.detection_counts.items():
                 self.checks.count_detections(kind, number - sum(each.kind == kind for each in listed))
-            versions, digests = part.versions, part.versions.digests
-            self.checks.check_versions(
-                (*ends, digests[16 * k : 16 * k + 16])
-                for k, ends in enumerate(zip(versions.senders, versions.receivers, versions.rounds, strict=True))
-            )
+            self.checks.check_versions((message, k in firsts) for k, message in enumerate(recorded))
             self._due.append((part.content, part.rows))
             self._write(())
             if self.checks.detection_count > known:

@@ -22,7 +22,7 @@ import grpc
 import structlog
 
 from sottovoce_core.errors import SottovoceError, Unavailable
-from sottovoce_eavesdropper.capture_checks import CaptureRow
+from sottovoce_eavesdropper.capture_checks import CaptureRow, decode_rounds, encode_rounds
 from sottovoce_eavesdropper.capture_session import Participants, build_proxy
 from sottovoce_eavesdropper.capture_writer import CaptureWriter, prefer_messages, split_into_parts
 from sottovoce_eavesdropper.proxy import Proxy
@@ -45,8 +45,6 @@ log = structlog.get_logger()
 _LOAD_INTERVAL_S = 1.0
 _JOIN_DELAY_S = 1.0
 """Delay before a worker joins its eavesdropper once more."""
-_MAX_VERSIONS = 65_536
-"""Maximum number of rounds whose first content a worker remembers; a forgotten one is sent again."""
 _LOST = "the stream to the eavesdropper has ended"
 Edge = tuple[int, int]
 _Send = Callable[[WorkRequest], Coroutine[Any, Any, None]]
@@ -72,7 +70,6 @@ class SendingWriter(CaptureWriter):
     send: _Send = field(kw_only=True)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _stored: dict[int, asyncio.Future[None]] = field(default_factory=dict)
-    _versions: dict[tuple[int, int], bytes] = field(default_factory=dict)
     _is_abandoned: bool = False
 
     def __post_init__(self) -> None:
@@ -133,26 +130,10 @@ class SendingWriter(CaptureWriter):
             part.channels.add(sender=sender, receiver=receiver, messages=messages, bytes=size)
         for (caller, callee), count in streams.items():
             part.edges.add(caller=caller, callee=callee, count=count)
-        self._add_rounds(part)
+        rounds, checks.rounds = checks.rounds or [], []
+        part.recorded.CopyFrom(encode_rounds([each for each, _ in rounds]))
+        part.first_contents.extend(k for k, (_, is_first) in enumerate(rounds) if is_first)
         return part
-
-    def _add_rounds(self, part: WorkerPart) -> None:
-        """Add the rounds of each channel, and the first content of each sender's round that this worker has seen."""
-        rounds, self.checks.rounds = self.checks.rounds or (), []
-        seen, versions = dict[Edge, tuple[int, int]](), dict[tuple[int, int], bytes]()
-        for sender, receiver, t, digest in rounds:
-            first, last = seen.get((sender, receiver), (t, t))
-            seen[sender, receiver] = first, max(last, t)
-            if self._versions.setdefault((sender, t), digest) is digest:
-                versions[sender, t] = digest
-                part.versions.senders.append(sender)
-                part.versions.receivers.append(receiver)
-                part.versions.rounds.append(t)
-        part.versions.digests = b"".join(versions.values())
-        while len(self._versions) > _MAX_VERSIONS:
-            del self._versions[next(iter(self._versions))]
-        for (sender, receiver), (first, last) in seen.items():
-            part.rounds.add(sender=sender, receiver=receiver, first=first, last=last)
 
 
 @dataclass(slots=True)
@@ -282,6 +263,8 @@ class Worker:
         writer = recording.writer
         if kind == "proxy":
             route, count = task.proxy.route, task.proxy.count
+            for each in decode_rounds(task.proxy.recorded):
+                writer.checks.remember_round(each)
             proxy = build_proxy(route, writer, recording.participants, count, self._credentials, self._refusals)
             host, _, port = task.proxy.listen.rpartition(":")
             try:

@@ -10,6 +10,7 @@ import structlog
 
 from sottovoce_core import errors
 from sottovoce_core.errors import SottovoceError, Unavailable
+from sottovoce_eavesdropper.capture_checks import encode_rounds
 from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter
 from sottovoce_rpc.codec import to_fields
 from sottovoce_wire.v1 import eavesdropper_pb2
@@ -196,8 +197,11 @@ class RemoteProxy:
         return self._address
 
     async def _call_open(self, listen: str) -> str:
-        count = self._recording.writer.edge_counts[self.route.caller, self.route.callee]
-        proxy = eavesdropper_pb2.OpenProxy(route=self.route, listen=listen, count=count)
+        writer, ends = self._recording.writer, (self.route.caller, self.route.callee)
+        recorded = encode_rounds(writer.checks.list_remembered(ends))
+        proxy = eavesdropper_pb2.OpenProxy(
+            route=self.route, listen=listen, count=writer.edge_counts[ends], recorded=recorded
+        )
         return await self._recording.call(WorkResponse(proxy=proxy))
 
     async def reopen(self) -> None:

@@ -13,8 +13,9 @@ import structlog
 
 from sottovoce_client.runs.run_client import run_on_services
 from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.auditing.traffic_features import digest
 from sottovoce_core.runs.run import build_run
-from sottovoce_eavesdropper.capture_checks import CaptureChecks, CaptureRow, find_next_received_round
+from sottovoce_eavesdropper.capture_checks import CaptureChecks, CaptureRow, RecordedRound, find_next_received_round
 from sottovoce_eavesdropper.capture_reader import open_capture
 from sottovoce_eavesdropper.capture_session import resume_capture
 from sottovoce_rpc.codec import RoundCodec, to_fields
@@ -119,7 +120,7 @@ def test_bytes_that_contradict_are_marked_when_they_are_said_again() -> None:
 def test_what_an_eavesdropper_before_recorded_is_remembered() -> None:
     found = CaptureChecks("cap", SPEC, 3, SHAPES, allow_imports=False)
     for t in range(ROUNDS):
-        found.remember_round(0, 1, t, clean(t, 0))
+        found.remember_round(RecordedRound(0, 1, t, digest(clean(t, 0))))
     marked = found.check_rows([row(clean(4, 0), 0, 1, stream=3), row(clean(5, 0, 1.0), 0, 1, stream=3)])
     assert [each.is_repeat for each in marked] == [True, False]
     assert [each.kind for each in found.first_detections] == ["changed-resend"]

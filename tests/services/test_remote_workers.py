@@ -215,6 +215,7 @@ async def test_a_capture_is_resumed_with_the_hosts_of_its_relays(tmp_path: Path)
         await old.stop()
     capture = open_capture(outcome.capture_location or "")
     assert outcome.state == "finished", outcome.detail
+    said_again(capture)
     assert [each["address"] for each in capture.metadata["routes"]] == addresses
     assert capture.metadata["detection_count"] == 0
     assert capture.count_messages()[0] == capture.metadata["messages"]

@@ -152,6 +152,7 @@ async def test_an_eavesdropper_with_workers_is_resumed(tmp_path: Path) -> None:
         assert len(processes(up)) == 2
         await old.stop()
     capture = open_capture(outcome.capture_location or "")
+    said_again(capture)
     assert outcome.state == "finished", outcome.detail
     assert capture.metadata["detection_count"] == 0
     assert capture.count_messages()[0] == capture.metadata["messages"]

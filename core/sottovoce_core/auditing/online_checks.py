@@ -18,7 +18,7 @@ Memory is bounded: the oldest messages are forgotten, and contradictions with th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -144,6 +144,18 @@ class OnlineChecks:
         found = (self._create_contradiction(message, self._receivers.get((sender, t), {})),) if is_other else ()
         self.remember(sender, receiver, t, digest)
         return found
+
+    def is_remembered(self, sender: int, t: int) -> bool:
+        """Return whether a content of this round is remembered."""
+        return (sender, t) in self._versions
+
+    def list_remembered(self, learners: Container[int]) -> Iterator[tuple[int, int, int, bytes]]:
+        """Yield sender, receiver, round and digest of the remembered messages between these learners, the oldest first."""
+        for (sender, t), receivers in self._receivers.items():
+            if sender in learners:
+                for receiver, content_digest in receivers.items():
+                    if receiver in learners:
+                        yield sender, receiver, t, content_digest
 
     def is_repeat(self, message: CapturedMessage) -> bool:
         """Return whether the receiver got these bytes of this round before, as after a reconnect."""

@@ -106,9 +106,12 @@ class RunTraffic:
         return tuple(each for each in self.frames if each.role != "others")
 
 
+DIGEST_BYTES = 16
+
+
 def digest(payload: bytes) -> bytes:
     """Compute a digest that is equal for equal bytes, and in practice only for them."""
-    return blake2b(payload, digest_size=16).digest()
+    return blake2b(payload, digest_size=DIGEST_BYTES).digest()
 
 
 def flatten_numbers(values: Any) -> FloatArray:

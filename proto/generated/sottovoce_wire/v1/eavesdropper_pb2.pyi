@@ -652,8 +652,8 @@ class WorkerPart(_message.Message):
     CHANNELS_FIELD_NUMBER: _builtins.int
     CONNECTIONS_FIELD_NUMBER: _builtins.int
     EDGES_FIELD_NUMBER: _builtins.int
-    ROUNDS_FIELD_NUMBER: _builtins.int
-    VERSIONS_FIELD_NUMBER: _builtins.int
+    RECORDED_FIELD_NUMBER: _builtins.int
+    FIRST_CONTENTS_FIELD_NUMBER: _builtins.int
     DETECTIONS_FIELD_NUMBER: _builtins.int
     DETECTION_COUNTS_FIELD_NUMBER: _builtins.int
     UNCHECKED_REASON_FIELD_NUMBER: _builtins.int
@@ -674,10 +674,12 @@ class WorkerPart(_message.Message):
     @_builtins.property
     def edges(self) -> _containers.RepeatedCompositeFieldContainer[Global___EdgeProgress]: ...
     @_builtins.property
-    def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChannelRounds]: ...
+    def recorded(self) -> Global___RecordedRounds:
+        """Its messages, in the order of their arrival."""
+
     @_builtins.property
-    def versions(self) -> Global___RoundVersions:
-        """Digests of the first contents of rounds in this worker."""
+    def first_contents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Which of them, from 0, are the first contents of their rounds in this worker."""
 
     @_builtins.property
     def detections(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -697,15 +699,15 @@ class WorkerPart(_message.Message):
         channels: _abc.Iterable[Global___ChannelTraffic] | None = ...,
         connections: _builtins.int = ...,
         edges: _abc.Iterable[Global___EdgeProgress] | None = ...,
-        rounds: _abc.Iterable[Global___ChannelRounds] | None = ...,
-        versions: Global___RoundVersions | None = ...,
+        recorded: Global___RecordedRounds | None = ...,
+        first_contents: _abc.Iterable[_builtins.int] | None = ...,
         detections: _abc.Iterable[_builtins.str] | None = ...,
         detection_counts: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         unchecked_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["recorded", b"recorded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "channels", b"channels", "connections", b"connections", "content", b"content", "detection_counts", b"detection_counts", "detections", b"detections", "edges", b"edges", "number", b"number", "rounds", b"rounds", "rows", b"rows", "unchecked_reason", b"unchecked_reason", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "channels", b"channels", "connections", b"connections", "content", b"content", "detection_counts", b"detection_counts", "detections", b"detections", "edges", b"edges", "first_contents", b"first_contents", "number", b"number", "recorded", b"recorded", "rows", b"rows", "unchecked_reason", b"unchecked_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -739,37 +741,7 @@ class EdgeProgress(_message.Message):
 Global___EdgeProgress: _TypeAlias = EdgeProgress  # noqa: Y015
 
 @_typing.final
-class ChannelRounds(_message.Message):
-    """First and last recorded round of a channel in a part."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SENDER_FIELD_NUMBER: _builtins.int
-    RECEIVER_FIELD_NUMBER: _builtins.int
-    FIRST_FIELD_NUMBER: _builtins.int
-    LAST_FIELD_NUMBER: _builtins.int
-    sender: _builtins.int
-    receiver: _builtins.int
-    first: _builtins.int
-    last: _builtins.int
-    def __init__(
-        self,
-        *,
-        sender: _builtins.int = ...,
-        receiver: _builtins.int = ...,
-        first: _builtins.int = ...,
-        last: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "last", b"last", "receiver", b"receiver", "sender", b"sender"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ChannelRounds: _TypeAlias = ChannelRounds  # noqa: Y015
-
-@_typing.final
-class RoundVersions(_message.Message):
+class RecordedRounds(_message.Message):
     """Columns of equal length; a digest has 16 bytes."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -799,7 +771,7 @@ class RoundVersions(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RoundVersions: _TypeAlias = RoundVersions  # noqa: Y015
+Global___RecordedRounds: _TypeAlias = RecordedRounds  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):
@@ -941,22 +913,28 @@ class OpenProxy(_message.Message):
     ROUTE_FIELD_NUMBER: _builtins.int
     LISTEN_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
+    RECORDED_FIELD_NUMBER: _builtins.int
     listen: _builtins.str
     """Address to listen on."""
     count: _builtins.int
     """Streams of the edge that were recorded before; of a wiretap connections."""
     @_builtins.property
     def route(self) -> Global___Route: ...
+    @_builtins.property
+    def recorded(self) -> Global___RecordedRounds:
+        """The last messages of the edge that were recorded before."""
+
     def __init__(
         self,
         *,
         route: Global___Route | None = ...,
         listen: _builtins.str = ...,
         count: _builtins.int = ...,
+        recorded: Global___RecordedRounds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["route", b"route"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["recorded", b"recorded", "route", b"route"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "listen", b"listen", "route", b"route"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "listen", b"listen", "recorded", b"recorded", "route", b"route"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
