@@ -327,9 +327,7 @@ async def test_of_a_long_capture_only_the_last_messages_are_read_when_it_is_take
 
     monkeypatch.setattr("sottovoce_eavesdropper.capture_reader.read_part", noting)
     monkeypatch.setattr("sottovoce_eavesdropper.capture_session.MAX_REMEMBERED_MESSAGES", 6)  # two parts
-    monkeypatch.setattr(
-        CaptureChecks, "remember_round", lambda own, sender, receiver, t, _: recalled.append((sender, receiver, t))
-    )
+    monkeypatch.setattr(CaptureChecks, "remember_round", lambda own, each: recalled.append(each[:3]))
     again, streams = resume_capture(open_capture(tmp_path / "run-1-a"), allow_imports=False)
     assert read == [silent, parts - 1, parts]
     assert recalled == [(0, 1, t) for t in range(3 * parts - 6, 3 * parts)]
