@@ -74,7 +74,7 @@ class Http2Frame:
     def describe_violation(self) -> str:
         """Describe what gRPC's library never sends; empty: nothing."""
         if (usual := _GRPC_FLAGS.get(self.kind)) is None:
-            return f"a frame {self.name}, {self.size} bytes"
+            return f"a frame {self.name} ({self.size} bytes)"
         if self.flags & ~usual:
             return f"a frame {self.name} with the flags {self.flags:#04x}"
         if self.stream >> 31 or (self.kind == WINDOW_UPDATE and self.content[:1] >= b"\x80"):

@@ -395,10 +395,10 @@ def _extract_flow_control(run: RunTraffic) -> Iterator[_Item]:
                     yield (f"setting {key}", place), (value,)
         elif frame.kind == http2.DATA:
             yield (frame.name, place), (frame.size,)
-        elif frame.kind == http2.WINDOW_UPDATE:
-            yield (frame.name, place), (int.from_bytes(frame.content),)
-        elif frame.kind in _FLOW_CONTROL:
-            yield (frame.name, place), _hash_to_bits(frame.content.hex())
+        elif frame.kind in (http2.WINDOW_UPDATE, http2.RST_STREAM):
+            yield (frame.name, place), (int.from_bytes(frame.content[:4]),)
+        elif frame.kind == http2.PING:
+            yield (f"{frame.name} {frame.flags}", place), list(frame.content[:8].ljust(8, b"\0"))
 
 
 CHANNEL_VIEWS: Mapping[str, _View] = {
