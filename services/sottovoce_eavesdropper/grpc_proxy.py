@@ -1,5 +1,4 @@
-"""gRPC proxy (relay) of one edge: takes the place of a learner, passes every byte on, and records calls, messages
-and the frames that carry them.
+"""gRPC proxy (relay) of one edge: takes the place of a learner, passes every byte on, and records calls, messages and frames.
 
 It passes any gRPC method and message unchanged. It knows only that learners send a hello first, and signatures of their messages,
 which are recorded under these kinds. Each edge has a port of its own, which tells whose traffic it is.
