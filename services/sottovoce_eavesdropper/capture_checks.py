@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from sottovoce_core.algorithms.interface import LatticeAlgorithm, Message
+from sottovoce_core.auditing.http2_frames import find_violations
 from sottovoce_core.auditing.online_checks import CapturedMessage, Detection, ExpectedTraffic, OnlineChecks
 from sottovoce_core.auditing.traffic_features import DIGEST_BYTES, digest
 from sottovoce_core.errors import RemoteProtocolError, SottovoceError
@@ -38,21 +39,22 @@ EXCHANGE_METHODS = frozenset({"/sottovoce_wire.v1.Learner/Exchange", ""})
 
 
 class CaptureRow(NamedTuple):
-    """Row of a capture: a message, or a hello, a signature, metadata or trailers.
+    """Row of a capture: a message, or a hello, a signature, metadata or trailers; or bytes that are in none of these.
 
     Attributes:
         caller, callee: the edge, from the learner that opens the stream to the one that accepts it.
         sender: learner that sent these bytes.
         direction: `out`, from caller to callee, or `back`.
-        kind: `message`, `hello`, `signature` (of the sender's messages), `metadata` or `trailers`; in a wiretap capture
-            `ciphertext`, or `opened` and `closed`: one side of a connection has nothing more to send.
-        stream: number of the stream on its edge, from 1; 0 for a mirrored message, or if unknown.
+        kind: `message`, `hello`, `signature` (of the sender's messages), `metadata` or `trailers`; `http2`, frames of a direction
+            of a connection without the messages in them; `unfinished`, a message or a frame that has no end. In a wiretap
+            capture `ciphertext`, or `opened` and `closed`: one side of a connection has nothing more to send.
+        stream: number of the stream on its edge, from 1; 0 for a mirrored message, for frames, or if unknown.
         connection: number of the connection (the caller's address) on its edge, from 1; 0 if mirrored.
         method: gRPC method; empty if mirrored, or unknown.
         wall_ns, mono_ns: Unix time and monotonic time, in nanoseconds.
         size: bytes of the payload, or of the ciphertext.
-        payload: the gRPC message as it crossed the channel, also a hello or a signature; metadata and trailers as JSON; empty
-            for a wiretap.
+        payload: the gRPC message as it crossed the channel, also a hello or a signature; metadata and trailers as JSON; frames as
+            `GrpcDecoder.take_frames` has them; empty for a wiretap.
         is_repeat: the same bytes were sent on this edge before; set by the online checks.
     """
 
@@ -208,6 +210,8 @@ class CaptureChecks:
 
     def _check_row(self, row: CaptureRow) -> tuple[bool, tuple[Detection, ...]]:
         """Return whether a row is a repeat, and what is wrong with it."""
+        if row.kind == "http2" or (row.kind == "trailers" and row.direction == "out"):
+            return False, self._check_framing(row)
         if row.method not in EXCHANGE_METHODS or row.kind not in ("hello", "message", "signature"):
             return False, ()
         checks = self._checks
@@ -230,6 +234,12 @@ class CaptureChecks:
             self.rounds.append((RecordedRound(row.sender, other, t, content_digest), is_first))
         found = CapturedMessage(row.sender, other, row.stream, claimed, t, message.fields, content_digest, row.size)
         return checks.is_repeat(found), checks.check_message(found)
+
+    def _check_framing(self, row: CaptureRow) -> tuple[Detection, ...]:
+        """Detect what gRPC's library never sends for a learner."""
+        violations = ("trailers of a caller",) if row.kind == "trailers" else tuple(find_violations(row.payload))
+        receiver = row.callee if row.sender == row.caller else row.caller
+        return self._checks.report_framing(row.sender, receiver, violations)
 
     def _read_first_missing_round(self, row: CaptureRow) -> int:
         """Return the first round that the sender of a hello has not received."""

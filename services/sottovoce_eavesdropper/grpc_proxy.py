@@ -1,4 +1,4 @@
-"""gRPC proxy (relay) of one edge: takes the place of a learner, passes every byte on, and records calls and messages.
+"""gRPC proxy (relay) of one edge: takes the place of a learner, passes every byte on, and records calls, messages and frames.
 
 It passes any gRPC method and message unchanged. It knows only that learners send a hello first, and signatures of their messages,
 which are recorded under these kinds. Each edge has a port of its own, which tells whose traffic it is.
@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import grpc
 import structlog
@@ -41,6 +41,9 @@ log = structlog.get_logger()
 
 _MAX_METHOD_CHARS, MAX_PAYLOAD_BYTES = 1_024, 128 * 1024 * 1024
 """Maximum recorded characters of a method and bytes of a message: longer ones pass, but would make a capture unreadable."""
+
+_FRAMES_INTERVAL_NS, _MAX_PASSED_BYTES = 1_000_000_000, 1024 * 1024
+"""Time, and number of passed bytes, after which the frames so far become a row, with the next bytes that pass."""
 
 FINISH_TIMEOUT_S = 1.0
 """Time for open calls to end when a capture closes: the trailers of the last one are still on their way."""
@@ -151,7 +154,9 @@ class GrpcRecorder:
         self._is_run = bool(capture.fields)
         # The longest message of a run of ours is known. A longer one is cut, and detected as a wrong one.
         longest = capture.codec.message_bytes + MAX_OVERHEAD_BYTES if self._is_run else MAX_PAYLOAD_BYTES
-        self._decoder = GrpcDecoder(min(longest, MAX_PAYLOAD_BYTES), number_stream)
+        # Learners do not compress: two encodings of a message would be a choice that no row shows.
+        self._decoder = GrpcDecoder(min(longest, MAX_PAYLOAD_BYTES), number_stream, allow_compression=not self._is_run)
+        self._due_ns = self._passed_bytes = 0
 
     @property
     def is_busy(self) -> bool:
@@ -160,10 +165,20 @@ class GrpcRecorder:
     def record(self, direction: Direction, data: bytes) -> None:
         for event in self._decoder.decode(direction, data):
             self.record_event(direction, event)
+        self._passed_bytes += len(data)
+        if (now := time.monotonic_ns()) >= self._due_ns or self._passed_bytes >= _MAX_PASSED_BYTES:
+            self._due_ns, self._passed_bytes = now + _FRAMES_INTERVAL_NS, 0
+            self._record_frames()
 
     def end(self, direction: Direction) -> None:
-        if direction == "back":
-            for event in self._decoder.end_calls():
+        for event in self._decoder.end(direction):
+            self.record_event(direction, event)
+        self._record_frames()
+
+    def _record_frames(self) -> None:
+        """Record the bytes so far that are in no other row; together, because two frames of flow control go with each message."""
+        for direction in get_args(Direction):
+            for event in self._decoder.take_frames(direction):
                 self.record_event(direction, event)
 
     def record_event(self, direction: Direction, event: Event) -> None:
@@ -176,7 +191,7 @@ class GrpcRecorder:
         elif kind == "metadata":
             facts: dict[str, Any] = {"method": event.method} if direction == "out" else {}
             payload = _to_json({**facts, "metadata": event.metadata})
-        else:
+        elif kind == "trailers":
             payload = _to_json({"code": event.code, "details": event.details, "metadata": event.metadata})
         caller, callee, stream = self._route.caller, self._route.callee, event.call
         sender = caller if direction == "out" else callee

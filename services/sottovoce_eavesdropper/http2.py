@@ -2,16 +2,20 @@
 
 It takes no part in the connection. Frames are split here (RFC 9113, 4.1), because most are data of one message; hyperframe parses
 all others, and hpack the headers. gRPC's rules: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md.
+
+No byte that an end chooses is lost: beside the messages there is a record of all frames without the messages in them
+(`GrpcDecoder.take_frames`). So the decoder need not know where something may be hidden: in pings, settings, windows, padding,
+flags, packed headers, or frames of a kind that is not known.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -19,6 +23,7 @@ import grpc
 
 from sottovoce_core.errors import RemoteProtocolError
 from sottovoce_core.optional import import_optional
+from sottovoce_eavesdropper.grpc_messages import MessageSplitter
 
 Direction = Literal["out", "back"]
 """Direction of bytes: from caller to callee, or back."""
@@ -26,11 +31,11 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 _Headers = list[tuple[bytes, bytes]]
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _CONTINUATION = 0, 1, 3, 4, 9
-_END_STREAM, _PADDED = 0x1, 0x8
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PUSH_PROMISE, _CONTINUATION = 0, 1, 3, 4, 5, 9
+_END_STREAM = 0x1
 _STREAM_MASK = 0x7FFFFFFF
-_HEADER_BYTES, _PREFIX_BYTES = 9, 5
-"""Bytes before the content of a frame, and of a gRPC message."""
+_HEADER_BYTES = 9
+"""Bytes before the content of a frame."""
 _MAX_HEADER_BLOCK_BYTES = 64 * 1024
 """Maximum bytes of the headers of a call, packed and unpacked: gRPC's own limit is a quarter of that."""
 _MAX_CALLS, _MAX_RESET_CALLS = 4_096, 128
@@ -56,20 +61,21 @@ _RESET_STATUS_NAMES = {7: "UNAVAILABLE", 8: "CANCELLED", 11: "RESOURCE_EXHAUSTED
 
 
 class Event(NamedTuple):
-    """Event of a call: its metadata, a message, or its trailers.
+    """Event of a call: its metadata, a message, or trailers of either side; or bytes that are in none of these.
 
     Attributes:
-        call: number of the call.
-        kind: `metadata`, `message` or `trailers`.
+        call: number of the call; 0: none.
+        kind: `metadata`, `message` or `trailers`; `http2`, frames of a direction; `unfinished`, the bytes of a message (with its
+            prefix) or of a frame that has no end.
         method: method of the call.
-        payload: bytes of a message, unpacked; empty otherwise.
+        payload: bytes of a message, unpacked, or of `unfinished` and `http2`, as they came; empty otherwise.
         is_first: True for the first message of a direction of the call.
         metadata: metadata or trailing metadata; empty for a message.
-        code, details: status, in trailers only.
+        code, details: status, in the callee's trailers only.
     """
 
     call: int
-    kind: Literal["metadata", "message", "trailers"]
+    kind: Literal["metadata", "message", "trailers", "unfinished", "http2"]
     method: str
     payload: bytes = b""
     is_first: bool = False
@@ -79,78 +85,34 @@ class Event(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Messages:
-    """Splitter of one direction of a call into messages; of a longer one it keeps `max_bytes` bytes.
-
-    Attributes:
-        max_bytes: maximum bytes of a message that is kept.
-        encoding: how messages that say so are compressed.
-        count: number of messages so far.
-        is_ended: nothing more comes.
-    """
-
-    max_bytes: int
-    encoding: str = ""
-    count: int = 0
-    is_ended: bool = False
-    _head: bytearray = field(default_factory=bytearray)
-    _body: bytearray = field(default_factory=bytearray)
-    _remaining: int = 0
-
-    def split(self, data: bytes) -> Iterator[bytes]:
-        """Yield every message that ends in these bytes."""
-        size = len(data)
-        if not self._head and size - _PREFIX_BYTES == int.from_bytes(data[1:5]) and size > _PREFIX_BYTES:
-            yield self._unpack(data[0], data[5 : 5 + self.max_bytes])  # one message, which is the rule
-            return
-        at = 0
-        while at < size:
-            if len(self._head) < _PREFIX_BYTES:
-                missing = _PREFIX_BYTES - len(self._head)
-                self._head += data[at : at + missing]
-                at += missing
-                if len(self._head) < _PREFIX_BYTES:
-                    return
-                self._remaining = int.from_bytes(self._head[1:])
-            taken = min(self._remaining, size - at)
-            self._body += data[at : at + min(taken, self.max_bytes - len(self._body))]
-            self._remaining, at = self._remaining - taken, at + taken
-            if not self._remaining:
-                yield self._unpack(self._head[0], bytes(self._body))
-                self._head.clear()
-                self._body.clear()
-
-    def _unpack(self, flag: int, body: bytes) -> bytes:
-        """Return a message; as it is if it cannot be decompressed."""
-        if not flag & 1 or self.encoding not in ("gzip", "deflate"):
-            return body
-        try:
-            return zlib.decompressobj(wbits=47).decompress(body, self.max_bytes)  # 47: zlib or gzip
-        except zlib.error:
-            return body
-
-
-@dataclass(slots=True)
 class _Call:
     """Call that is open, or was reset a moment ago."""
 
     number: int
     method: str
-    out: _Messages
-    back: _Messages
+    out: MessageSplitter
+    back: MessageSplitter
     has_answer: bool = False
     is_reset: bool = False
 
 
 @dataclass(slots=True)
 class _Side:
-    """State of one direction: bytes of an unfinished frame, and a block of headers that is not complete."""
+    """State of one direction.
+
+    Attributes:
+        block, block_owner: block of headers that is not complete, its stream, and whether this ends it.
+        frames: frames that were not taken, of plain data the headers alone.
+        unfinished: messages, and a frame, that have no end, and were not taken.
+    """
 
     decode_headers: Callable[[bytes], _Headers]
     set_table_size: Callable[[int], None]
     preface: bytes = b""
     block: bytearray = field(default_factory=bytearray)
     block_owner: tuple[int, bool] = (0, False)
+    frames: bytearray = field(default_factory=bytearray)
+    unfinished: list[Event] = field(default_factory=list)
     _partial: bytearray = field(default_factory=bytearray)
     _needed: int = 0
 
@@ -187,6 +149,12 @@ class _Side:
         self._partial += rest
         self._needed = needed
 
+    def end(self) -> None:
+        """Keep the bytes of a frame that has no end."""
+        if self._partial:
+            self.unfinished.append(Event(0, "unfinished", "", bytes(self._partial)))
+            self._partial.clear()
+
 
 class GrpcDecoder:
     """Decoder of one connection, fed with the bytes of each direction.
@@ -194,18 +162,22 @@ class GrpcDecoder:
     Args:
         max_message_bytes: maximum bytes of a message that are kept; a longer one is cut.
         number_call: returns the number of a new call.
+        allow_compression: compressed messages may pass, which are unpacked.
 
     Raises:
         SpecError: hpack is not installed.
     """
 
-    def __init__(self, max_message_bytes: int, number_call: Callable[[], int]) -> None:
+    def __init__(
+        self, max_message_bytes: int, number_call: Callable[[], int], *, allow_compression: bool = True
+    ) -> None:
         self._hpack = import_optional("hpack", "hpack", "recording gRPC")
         self._frames = import_optional("hyperframe.frame", "hyperframe", "recording gRPC")
         self._frame_error: type[Exception] = import_optional(
             "hyperframe.exceptions", "hyperframe", "recording gRPC"
         ).HyperframeError
-        self._max_bytes, self._number_call = max_message_bytes, number_call
+        self._number_call = number_call
+        self._build_splitter = partial(MessageSplitter, max_message_bytes, int(allow_compression))
         self._sides = {"out": self._build_side(_PREFACE), "back": self._build_side(b"")}
         self._calls: dict[int, _Call] = {}
         self._reset: deque[int] = deque()
@@ -229,21 +201,41 @@ class GrpcDecoder:
         Raises:
             RemoteProtocolError: these bytes are not gRPC over HTTP/2.
         """
-        for frame in self._sides[direction].split_frames(data):
+        side = self._sides[direction]
+        for frame in side.split_frames(data):
             kind, flags = frame[3], frame[4]
-            if kind == _DATA and not flags & _PADDED:
+            if kind == _DATA and flags <= _END_STREAM:
+                side.frames += frame[:_HEADER_BYTES]
                 yield from self._read_data(
-                    direction, int.from_bytes(frame[5:9]), frame[_HEADER_BYTES:], is_end=bool(flags & _END_STREAM)
+                    direction, int.from_bytes(frame[5:9]), frame[_HEADER_BYTES:], is_end=bool(flags)
                 )
-            elif kind in (_DATA, _HEADERS, _CONTINUATION, _RST_STREAM, _SETTINGS):
+                continue
+            side.frames += frame
+            if kind in (_DATA, _HEADERS, _CONTINUATION, _RST_STREAM, _SETTINGS):
                 yield from self._read_frame(direction, frame)
+            elif kind == _PUSH_PROMISE:
+                raise RemoteProtocolError("an end of gRPC must not send PUSH_PROMISE")
 
-    def end_calls(self) -> Iterator[Event]:
-        """Yield the trailers of calls that the end of the connection cuts."""
-        for call in self._calls.values():
-            if not (call.is_reset or call.back.is_ended):
-                yield Event(call.number, "trailers", call.method, code="UNAVAILABLE", details="the connection was cut")
-        self._calls.clear()
+    def take_frames(self, direction: Direction) -> Iterator[Event]:
+        """Yield the bytes of a direction that are in no other event: frames, and what has no end.
+
+        A frame is as it came. Of DATA with no flag but END_STREAM, its header alone is there.
+        """
+        side = self._sides[direction]
+        frames, side.frames, unfinished, side.unfinished = bytes(side.frames), bytearray(), side.unfinished, []
+        if frames:
+            yield Event(0, "http2", "", frames)
+        yield from unfinished
+
+    def end(self, direction: Direction) -> Iterator[Event]:
+        """End a direction; yield the trailers of calls that are cut because the callee sends nothing more."""
+        self._sides[direction].end()
+        if direction == "back":
+            for stream, call in tuple(self._calls.items()):
+                if not (call.is_reset or call.back.is_ended):
+                    text = "the connection was cut"
+                    yield Event(call.number, "trailers", call.method, code="UNAVAILABLE", details=text)
+                self._forget(stream)
 
     def _read_data(self, direction: Direction, stream: int, data: bytes, *, is_end: bool) -> Iterator[Event]:
         if (call := self._calls.get(stream)) is None:
@@ -292,14 +284,16 @@ class GrpcDecoder:
         if direction == "out" and call is None:
             if len(self._calls) >= _MAX_CALLS:
                 raise RemoteProtocolError(f"a connection must have at most {_MAX_CALLS} open calls")
-            out, back = (_Messages(self._max_bytes) for _ in range(2))
+            out, back = self._build_splitter(), self._build_splitter()
             out.encoding = fields.get(b"grpc-encoding", "")
             call = self._calls[stream] = _Call(self._number_call(), fields.get(b":path", ""), out, back)
             yield Event(call.number, "metadata", call.method, metadata=_read_metadata(headers))
-        if call is None:  # of a call that was reset long ago
+        elif call is None:  # of a call that was reset long ago
             return
-        if direction == "back":
-            if not call.has_answer:
+        elif direction == "out":
+            yield Event(call.number, "trailers", call.method, metadata=_read_metadata(headers))
+        else:
+            if not (call.has_answer and is_end):
                 call.has_answer, call.back.encoding = True, fields.get(b"grpc-encoding", "")
                 yield Event(call.number, "metadata", call.method, metadata=() if is_end else _read_metadata(headers))
             if is_end:
@@ -326,13 +320,19 @@ class GrpcDecoder:
         call.is_reset = True
         self._reset.append(stream)  # the other side may not know yet: what it still sends crosses the channel, too
         if len(self._reset) > _MAX_RESET_CALLS:
-            self._calls.pop(self._reset.popleft(), None)
+            self._forget(self._reset.popleft())
 
-    def _end(self, stream: int, messages: _Messages) -> None:
+    def _end(self, stream: int, messages: MessageSplitter) -> None:
         messages.is_ended = True
         call = self._calls[stream]
         if call.out.is_ended and call.back.is_ended:
-            del self._calls[stream]
+            self._forget(stream)
+
+    def _forget(self, stream: int) -> None:
+        if (call := self._calls.pop(stream, None)) is not None:
+            for name, messages in (("out", call.out), ("back", call.back)):
+                if rest := messages.take_rest():
+                    self._sides[name].unfinished.append(Event(call.number, "unfinished", call.method, rest))
 
 
 class GrpcRefusal:

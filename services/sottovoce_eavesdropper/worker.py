@@ -120,7 +120,7 @@ class SendingWriter(CaptureWriter):
         traffic, streams = dict[Edge, tuple[int, int]](), dict[Edge, int]()
         for row in rows:
             edge = row.caller, row.callee
-            streams[edge] = max(streams.get(edge, 0), row.stream or row.connection)
+            streams[edge] = max(streams.get(edge, 0), row.stream if self.ciphertext is None else row.connection)
             part.connections += row.kind == "opened"
             if row.kind == counted:
                 channel = row.sender, row.caller + row.callee - row.sender

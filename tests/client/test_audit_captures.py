@@ -461,6 +461,25 @@ def test_every_change_shows_where_it_belongs() -> None:
     assert changed(plan, lambda row: row._replace(kind="trailers") if row.kind == "metadata" else row) >= {"status"}
 
 
+def test_frames_show_in_views_of_their_own() -> None:
+    """Of what the learner sends and receives; the payload of a ping as a time does, for gRPC chooses it at random."""
+    plan = planned()
+    lines, spoken = select_channels(plan), rows_of(plan.run, plan, 0, 1, ROUNDS)
+
+    def views(frames: str, sender: int = 1, receiver: int = 0) -> dict[str, Any]:
+        own = row(bytes.fromhex(frames), sender, receiver, kind="http2", stream=0, method="")
+        return channel(table([own, *spoken]), lines, "run-0")
+
+    def changed(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+        return {name for name, (a, b) in build_tables([one, other]).items() if (a != b).any()}
+
+    unknown, ping = "000001530000000000", "000008060000000000" + "00" * 7
+    assert changed(views(unknown + "01"), views(unknown + "02")) == {"http2"}
+    assert changed(views(unknown + "01", 0, 1), views(unknown + "02", 0, 1)) == {"http2"}
+    assert changed(views(unknown + "01", 0, 2), views(unknown + "02", 0, 2)) == set()
+    assert changed(views(ping + "01"), views(ping + "02")) == {"flow control"}
+
+
 def test_random_names_of_runs_and_what_is_no_json_say_nothing() -> None:
     plan = planned()
     lines = select_channels(plan)

@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -25,6 +25,16 @@ from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_traffic
 from sottovoce_core.auditing.foreign.noise import NoiseClaim, NoiseFindings, check_noise
 from sottovoce_core.auditing.foreign.power import PowerAnalysis, _compute_gaussian_shift, compute_gaussian_epsilon
 from sottovoce_core.auditing.foreign.repeats import find_anomalies
+from sottovoce_core.auditing.http2_frames import (
+    DATA,
+    GOAWAY,
+    HEADERS,
+    PING,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    Http2Frame,
+)
 from sottovoce_core.auditing.traffic_features import (
     CapturedFrame,
     DecodedMessage,
@@ -139,6 +149,47 @@ def test_every_side_channel_has_a_view_that_shows_it(view: str, facts: dict[str,
     table, worlds = build_views(runs)[view], np.array([run.world for run in runs])
 
     assert any((column == column[0]).tolist() == (worlds == 0).tolist() for column in table.T)
+
+
+def framed(frame: Http2Frame, other: Http2Frame) -> list[RunTraffic]:
+    """Quiet runs, with one frame of HTTP/2 in world 0, and another one in world 1."""
+    quiet = conversations(noised, 12, worlds=[0, 1] * 6)
+    return [replace(run, http2_frames=(("request", other if run.world else frame),)) for run in quiet]
+
+
+@pytest.mark.parametrize(
+    ("frame", "change"),
+    [
+        (Http2Frame(SETTINGS, 0, 0, 6, b"\0\3\0\0\0\1"), {"content": b"\0\3\0\0\0\2"}),
+        (Http2Frame(HEADERS, 4, 1, 3, b"abc"), {"flags": 5}),
+        (Http2Frame(HEADERS, 12, 1, 3, b"\1a\0"), {"content": b"\2\0\0"}),
+        (Http2Frame(GOAWAY, 0, 0, 9, bytes(9)), {"content": bytes(8) + b"!"}),
+        (Http2Frame(0x53, 0, 0, 1, b"a"), {"content": b"b"}),
+        (Http2Frame(0x53, 0, 0, 1, b"a"), {"kind": 0x54}),
+        (Http2Frame(DATA, 8, 1, 2, b"\1\0"), {"content": b"\2\0\0"}),
+    ],
+)
+def test_a_frame_that_differs_shows(frame: Http2Frame, change: dict[str, Any]) -> None:
+    runs = framed(frame, replace(frame, **change))
+    assert any(len(set(column.tolist())) == 2 for column in build_views(runs)["http2"].T)
+    assert not build_timing_views(runs)["flow control"].size or frame.kind == DATA
+
+
+@pytest.mark.parametrize(
+    ("frame", "change"),
+    [
+        (Http2Frame(SETTINGS, 0, 0, 6, b"\0\4\0\0\0\1"), {"content": b"\0\4\0\0\0\2"}),
+        (Http2Frame(DATA, 0, 1, 47, b""), {"size": 46}),
+        (Http2Frame(PING, 0, 0, 8, bytes(8)), {"content": bytes(7) + b"!"}),
+        (Http2Frame(PING, 0, 0, 8, bytes(8)), {"flags": 1}),
+        (Http2Frame(RST_STREAM, 0, 1, 4, bytes(4)), {"content": b"\0\0\0\x08"}),
+        (Http2Frame(WINDOW_UPDATE, 0, 1, 4, b"\0\0\0\x2f"), {"content": b"\0\0\0\x2e"}),
+    ],
+)
+def test_what_flow_control_chooses_is_shown_with_times(frame: Http2Frame, change: dict[str, Any]) -> None:
+    runs = framed(frame, replace(frame, **change))
+    assert any(len(set(column.tolist())) == 2 for column in build_timing_views(runs)["flow control"].T)
+    assert not build_views(runs)["http2"].size
 
 
 def test_a_number_in_metadata_is_read_as_one() -> None:

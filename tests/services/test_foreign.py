@@ -291,6 +291,34 @@ def test_what_a_run_is_may_be_said_by_the_client(tmp_path: Path) -> None:
             read_runs(tmp_path, None, wrong)
 
 
+def test_frames_belong_to_connections(tmp_path: Path) -> None:
+    """Not to a stream, or to a run that metadata name; and a connection without a call is no run."""
+    file = capture_writer.CaptureWriter(tmp_path / "c", "c", "", "{}", world=0)
+    told = json.dumps({"method": "/a/B", "metadata": [["run", "first"]]}).encode()
+    unknown = bytes.fromhex("000001530000000000ff")
+    for kind, stream, connection, payload in (
+        ("metadata", 1, 1, told),
+        ("trailers", 1, 1, b"{}"),  # the caller's: the call goes on
+        ("http2", 0, 1, unknown),
+        ("unfinished", 0, 1, b"half"),
+        ("http2", 0, 2, unknown),
+    ):
+        at = 10**9 * (5 if kind == "http2" else 1)
+        file.add_row(CaptureRow(0, 1, 0, "out", kind, stream, connection, "", at, at, len(payload), payload))
+    asyncio.run(file.close())
+
+    (run,) = read_runs(tmp_path, None, "connection").runs
+    assert [place for place, _ in run.http2_frames] == ["connection request"]
+    assert [(frame.kind, frame.entries) for frame in run.frames][1:] == [
+        ("trailers", ()),
+        ("unfinished", (("bytes", b"half".hex()),)),
+    ]
+    for boundary in ("stream", "metadata:run"):
+        reading = read_runs(tmp_path, None, boundary)
+        assert reading.unnamed_streams == 0
+        assert [(len(each.frames), each.http2_frames) for each in reading.runs] == [(2, ())]
+
+
 async def test_captures_must_be_of_a_world(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="must have captures, and has none"):
         read_runs(tmp_path, None, "connection")

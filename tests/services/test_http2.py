@@ -154,7 +154,7 @@ def test_a_call_that_is_reset_has_an_end_where_the_callee_resets_it() -> None:
         assert not decoder.has_open_calls
         late = read(decoder, other, serialize(DataFrame(1, message(b"late"))))  # type: ignore[arg-type]
         assert [each.payload for each in late] == [b"late"]
-        assert list(decoder.end_calls()) == []
+        assert list(decoder.end("back")) == []
 
 
 def test_reset_calls_are_forgotten_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_reset_calls_are_forgotten_at_last(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_end_of_a_connection_cuts_open_calls() -> None:
     decoder = opened()
-    (end,) = decoder.end_calls()
+    (end,) = decoder.end("back")
     assert (end.code, end.details, end.method) == ("UNAVAILABLE", "the connection was cut", METHOD)
     assert not decoder.has_open_calls
 

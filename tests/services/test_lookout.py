@@ -89,6 +89,25 @@ def test_what_must_never_happen_is_noticed(more: list[CaptureRow], wanted: list[
     assert kinds([*talk(), *more]) == wanted
 
 
+@pytest.mark.parametrize(
+    ("frames", "text"),
+    [
+        (["0000040800000000010000002f", "00002f000000000001", "0000080600000000008934580bdb635b4f"], ""),
+        (["0000060400000000000004" + "00400000", "000000040100000000"], ""),
+        (["00000453000000000001020304"], "a frame of kind 83 (4 bytes)"),
+        (["0000040800000000010000002f", "000005020000000001" + "00" * 5] * 3, "a frame PRIORITY (5 bytes), and 2 more"),
+    ],
+)
+def test_frames_that_grpc_never_sends_are_noticed(frames: list[str], text: str) -> None:
+    found = looking([row(bytes.fromhex("".join(frames)), 2, 1, kind="http2", stream=0, method="")])
+    told = [(each.kind, each.sender, each.receiver, each.text) for each in found.first_detections]
+    assert told == ([("framing", 2, 1, f"learner-2 to learner-1: gRPC never sends {text}")] if text else [])
+
+
+def test_trailers_of_a_caller_are_noticed() -> None:
+    assert kinds([row(b"{}", 0, 1, kind="trailers"), row(b"{}", 1, 0, kind="trailers")]) == ["framing"]
+
+
 def test_the_lattice_is_that_of_the_round() -> None:
     spacing = RUN.algorithm.lattice_spacings(0, 0)["y"]  # type: ignore[attr-defined]
     assert kinds([row(clean(0, 0, spacing), 0, 1)]) == []

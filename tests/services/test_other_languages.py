@@ -16,7 +16,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from sottovoce_core.auditing.http2_frames import find_violations
 from sottovoce_core.spec import RunSpec, parse_spec
+from sottovoce_eavesdropper.capture_reader import open_capture
+from sottovoce_eavesdropper.grpc_proxy import StandaloneProxy, StandaloneProxyConfig
 from sottovoce_rpc.learner_status import LearnerState
 from tests.services.network import PATIENCE_S, Network, network
 
@@ -65,19 +68,33 @@ async def test_the_pages_calls_of_grpcurl_feed_a_learner(tmp_path: Path) -> None
         assert (await up.status("south")).records == 1
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed")
-@pytest.mark.skipif(
-    not MODULES, reason="TEST_NODE_MODULES names no node_modules with @grpc/grpc-js and @grpc/proto-loader"
-)
-async def test_the_example_in_javascript_feeds_each_record_once_though_it_is_killed(tmp_path: Path) -> None:
+@pytest.fixture
+def example(tmp_path: Path) -> str:
+    """The example in JavaScript, where it finds its modules and protocol."""
+    if shutil.which("node") is None:
+        pytest.skip("Node.js is not installed")
+    if not MODULES:
+        pytest.skip("TEST_NODE_MODULES names no node_modules with @grpc/grpc-js and @grpc/proto-loader")
     (tmp_path / "node_modules").symlink_to(MODULES)
     shutil.copytree(ROOT / "proto/sottovoce_wire", tmp_path / "proto/sottovoce_wire")
     (tmp_path / "examples").mkdir()
-    example = shutil.copy(ROOT / "examples/feed.mjs", tmp_path / "examples/feed.mjs")
-    lines = [json.dumps({"age": k % 120, "ward": ("icu", "surgery")[k % 2], "outcome": "home"}) for k in range(3_000)]
-    given = "\n".join(lines).encode()
+    return str(shutil.copy(ROOT / "examples/feed.mjs", tmp_path / "examples/feed.mjs"))
+
+
+def records(count: int) -> bytes:
+    """Lines for the example."""
+    wards = ("icu", "surgery")
+    return "\n".join(
+        json.dumps({"age": k % 120, "ward": wards[k % 2], "outcome": "home"}) for k in range(count)
+    ).encode()
+
+
+async def test_the_example_in_javascript_feeds_each_record_once_though_it_is_killed(
+    example: str, tmp_path: Path
+) -> None:
+    given = records(3_000)
     async with wards(tmp_path / "up") as up:
-        command = ("node", str(example), up.addresses["south"], "ward-3")
+        command = ("node", example, up.addresses["south"], "ward-3")
         for part in (500, 1_000, 1_500):
             process = await asyncio.create_subprocess_exec(*command, stdin=PIPE)
             assert process.stdin is not None
@@ -90,3 +107,19 @@ async def test_the_example_in_javascript_feeds_each_record_once_though_it_is_kil
             await process.wait()
         assert await said_by(*command, given=given) == "the learner has stored 3000 records\n"
         assert up.learners["south"].status.records == 3_000
+
+
+async def test_the_example_in_javascript_feeds_through_a_relay(example: str, tmp_path: Path) -> None:
+    """It is passed on whole, and its library sends no frame that ours does not send."""
+    async with wards(tmp_path / "up") as up:
+        relay = StandaloneProxy(StandaloneProxyConfig(up.addresses["south"], folder=tmp_path))
+        address = await relay.start()
+        assert (
+            await said_by("node", example, address, "ward-3", given=records(500))
+            == "the learner has stored 500 records\n"
+        )
+        await relay.stop()
+    rows = [row for batch in open_capture(relay.folder).read_batches() for row in batch.to_pylist()]
+    frames = [row["payload"] for row in rows if row["kind"] == "http2"]
+    assert {row["kind"] for row in rows} == {"metadata", "message", "trailers", "http2"}
+    assert not [text for each in frames for text in find_violations(each)]

@@ -40,6 +40,7 @@ from sottovoce_core.auditing.audit import (
     count_sweep_runs,
     merge_noise,
 )
+from sottovoce_core.auditing.http2_frames import FrameSample
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.auditing.traffic_features import (
     CHANNEL_VIEWS,
@@ -118,17 +119,29 @@ def read_conversation(
         world: 0 or 1.
         run_number: number of the run, in order.
     """
-    return RunTraffic(world, run_id, float(run_number), tuple(_read_frames(table, channels, run_id.encode())))
+    sample = FrameSample()
+    frames = tuple(_read_frames(table, channels, run_id.encode(), sample))
+    return RunTraffic(world, run_id, float(run_number), frames, tuple(sample.frames))
 
 
-def _read_frames(table: pa.Table, channels: ObservedChannels, run_id: bytes) -> Iterator[CapturedFrame]:
-    """Yield the frames on observed channels; payloads of other learners' channels are not read."""
+def _read_frames(
+    table: pa.Table, channels: ObservedChannels, run_id: bytes, sample: FrameSample
+) -> Iterator[CapturedFrame]:
+    """Yield the frames on observed channels, and add those of HTTP/2 to the sample.
+
+    Payloads of other learners' channels are not read.
+    """
     names = ("caller", "callee", "direction", "kind", "method", "stream", "connection", "mono_ns", "size")
     payloads, streams, began = table.column("payload"), dict[object, int](), None
     for k, values in enumerate(zip(*(table.column(name).to_pylist() for name in names), strict=True)):
         caller, callee, direction, kind, method, stream, connection, at, size = values
         channel = (caller, callee, direction)
         if (role := channels.roles.get(channel)) is None:
+            continue
+        if kind == "http2":
+            if role != "others":
+                side = "request" if direction == "out" else "response"
+                sample.add(f"{caller} to {callee} {side}", payloads[k].as_py())
             continue
         began = at if began is None else began
         stream = streams.setdefault((caller, callee, stream, connection), len(streams))
@@ -137,6 +150,8 @@ def _read_frames(table: pa.Table, channels: ObservedChannels, run_id: bytes) -> 
         )
         if role != "others" and kind == "hello":
             frame = replace(frame, entries=tuple(_read_hello_entries(payloads[k].as_py(), run_id)))
+        elif role != "others" and kind == "unfinished":
+            frame = replace(frame, entries=(("bytes", payloads[k].as_py()[:MAX_HEAD_BYTES].hex()),))
         elif role != "others" and kind in ("metadata", "trailers"):
             frame = parse_metadata(frame, payloads[k].as_py().replace(run_id, b""))
         elif role == "sent" and kind == "message":

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sottovoce_client.auditing.captures import parse_metadata
+from sottovoce_core.auditing.http2_frames import FrameSample
 from sottovoce_core.auditing.traffic_features import (
     MAX_HEAD_BYTES,
     CapturedFrame,
@@ -149,12 +150,17 @@ def _add_runs(
     names: dict[int, str | None] = {}
     for row in _iterate_rows(capture):
         reading.message_count += row["kind"] == "message"
+        if row["stream"] == 0 and run_boundary != "connection":  # frames of all runs of the connection
+            continue
         key = (
             row[run_boundary] if run_boundary in ("connection", "stream") else _find_run_name(row, run_boundary, names)
         )
         if key is None:
             continue
         run = runs.setdefault(key, _PartialRun(row["wall_ns"], row["mono_ns"]))
+        if row["kind"] == "http2":
+            run.sample.add(f"connection {'request' if row['direction'] == 'out' else 'response'}", row["payload"])
+            continue
         run.track_streams(row)
         reading.truncated_runs += len(run.frames) == _MAX_FRAMES_PER_RUN
         if len(run.frames) > _MAX_FRAMES_PER_RUN:
@@ -166,11 +172,14 @@ def _add_runs(
         run.frames.append(_read_frame(row, stream, (row["mono_ns"] - run.mono_ns) / 1e9, decoded))
     reading.unnamed_streams += sum(name is None for name in names.values())
     for key, run in runs.items():
+        if not run.frames:  # a connection without a call
+            continue
         if run_boundary == "connection" and run.has_pause:
             reading.ambiguous_connections += 1
             continue
         name = f"{capture.metadata['capture_id']}, {run_boundary} {key}"
-        reading.runs.append(RunTraffic(world, name, run.wall_ns / 1e9, tuple(run.frames[:_MAX_FRAMES_PER_RUN])))
+        frames = tuple(run.frames[:_MAX_FRAMES_PER_RUN])
+        reading.runs.append(RunTraffic(world, name, run.wall_ns / 1e9, frames, tuple(run.sample.frames)))
 
 
 @dataclass(slots=True)
@@ -180,6 +189,7 @@ class _PartialRun:
     wall_ns: int
     mono_ns: int
     frames: list[CapturedFrame] = field(default_factory=list)
+    sample: FrameSample = field(default_factory=FrameSample)
     streams: dict[int, int] = field(default_factory=dict)
     has_pause: bool = False
     _open: set[int] = field(default_factory=set)
@@ -189,7 +199,8 @@ class _PartialRun:
         if self.streams and not self._open and row["mono_ns"] - self._last_ns >= _PAUSE_NS:
             self.has_pause = True
         self._last_ns = row["mono_ns"]
-        (self._open.discard if row["kind"] == "trailers" else self._open.add)(row["stream"])
+        is_end = row["kind"] == "trailers" and row["direction"] == "back"
+        (self._open.discard if is_end else self._open.add)(row["stream"])
 
 
 def _find_run_name(row: Mapping[str, Any], run_boundary: RunBoundary, names: dict[int, str | None]) -> str | None:
@@ -213,6 +224,8 @@ def _read_frame(row: Mapping[str, Any], stream: int, seconds: float, decoded: De
     frame = CapturedFrame(row["kind"], row["method"], row["direction"], stream, seconds, row["size"])
     if frame.kind == "message":
         return replace(frame, head=payload[:MAX_HEAD_BYTES], digest=digest(payload), decoded_message=decoded)
+    if frame.kind == "unfinished":
+        return replace(frame, entries=(("bytes", payload[:MAX_HEAD_BYTES].hex()),))
     return parse_metadata(frame, payload)
 
 

@@ -4,6 +4,7 @@ These rules hold with certainty for learners that follow the protocol, for any d
 
 - `decoding`: a message belongs to this run, in its only encoding, with finite numbers; so does the hello before it.
 - `sender`: a learner sends under its own name.
+- `framing`: beside messages a learner sends what gRPC's library does, and no other frame, flag or setting of HTTP/2.
 - `length`: every message has the same number of bytes; where the run's fields are known, `decoding` checks this.
 - `round`: a stream carries the rounds in which its receiver has its sender as in-neighbour, each once, in order; it begins
   with the first one that the receiver reported as missing.
@@ -28,7 +29,7 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.runs.transcript import MAX_REMEMBERED_MESSAGES, BoundedDict
 from sottovoce_core.text import format_learner_name
 
-_Kind = Literal["decoding", "sender", "length", "round", "changed-resend", "equivocation", "lattice"]
+_Kind = Literal["decoding", "sender", "framing", "length", "round", "changed-resend", "equivocation", "lattice"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,14 @@ class OnlineChecks:
         """Report a message that cannot be decoded."""
         self._next.pop((sender, receiver, stream), None)  # it may have been any round
         return (Detection("decoding", sender, receiver, None, f"{self._format_edge(sender, receiver)}: {reason}"),)
+
+    def report_framing(self, sender: int, receiver: int, violations: Sequence[str]) -> tuple[Detection, ...]:
+        """Report what gRPC's library never sends, in one detection; none if there are no violations."""
+        if not violations:
+            return ()
+        more = f", and {len(violations) - 1:,} more" if len(violations) > 1 else ""
+        text = f"{self._format_edge(sender, receiver)}: gRPC never sends {violations[0]}{more}"
+        return (Detection("framing", sender, receiver, None, text),)
 
     def remember(self, sender: int, receiver: int, t: int, digest: bytes) -> None:
         """Remember a received message."""

@@ -17,7 +17,9 @@ from typing import Any, Literal
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing import http2_frames as http2
 from sottovoce_core.auditing.blackbox import build_number_views
+from sottovoce_core.auditing.http2_frames import Http2Frame
 
 # ---- traffic ---------------------------------------------------------------------------------------------------------
 
@@ -45,8 +47,9 @@ class CapturedFrame:
     """Captured item of traffic.
 
     Attributes:
-        kind: `message`, `metadata` or `trailers`; between learners also `hello`, with which a stream begins, and `signature`,
-            of the sent messages. In a wiretap `ciphertext`, or `opened` and `closed`: a connection, and either side of it.
+        kind: `message`, `metadata`, `trailers` or `unfinished`, a message that has no end; between learners also `hello`, with
+            which a stream begins, and `signature`, of the sent messages. In a wiretap `ciphertext`, or `opened` and `closed`: a
+            connection, and either side of it.
         method: gRPC method; between learners with the edge, and in a wiretap the edge alone.
         direction: `out`, to the service, or `back`.
         stream: number of the stream in the run, from 0; in a wiretap, of the connection.
@@ -54,13 +57,15 @@ class CapturedFrame:
         size: total size in bytes.
         head: first `MAX_HEAD_BYTES` bytes of a message.
         digest: digest of all its bytes.
-        entries: key and value of metadata, hellos and trailers.
+        entries: key and value of metadata, hellos and trailers; of an unfinished message its bytes.
         status: code and text of trailers.
         decoded_message: content read by the decoder, each field flat and at most `MAX_FIELD_NUMBERS` long; None: nothing.
         role: `sent` by the audited party, `received` by it, or `others`'. All traffic of a foreign service counts as sent.
     """
 
-    kind: Literal["message", "hello", "signature", "metadata", "trailers", "ciphertext", "opened", "closed"]
+    kind: Literal[
+        "message", "hello", "signature", "metadata", "trailers", "unfinished", "ciphertext", "opened", "closed"
+    ]
     method: str
     direction: Literal["out", "back"]
     stream: int
@@ -88,12 +93,14 @@ class RunTraffic:
         name: location of the run in the captures.
         start_time: time that orders the runs.
         frames: all captured frames, in order of time.
+        http2_frames: place and frame of HTTP/2 of what the audited party sent or received, without messages.
     """
 
     world: int
     name: str
     start_time: float
     frames: tuple[CapturedFrame, ...]
+    http2_frames: tuple[tuple[str, Http2Frame], ...] = ()
 
     @property
     def messages(self) -> tuple[CapturedFrame, ...]:
@@ -232,10 +239,9 @@ def build_views(runs: Sequence[RunTraffic]) -> dict[str, FloatArray]:
 
 
 def build_timing_views(runs: Sequence[RunTraffic]) -> dict[str, FloatArray]:
-    """Build the view `gaps`, the times between consecutive frames, and `paces`, of ciphertext."""
-    return build_tables(
-        [build_features_by_view(run, {"gaps": _extract_gaps, "paces": _extract_ciphertext_paces}) for run in runs]
-    )
+    """Build the views `gaps`, the times between consecutive frames, `flow control`, and `paces`, of ciphertext."""
+    views = {"gaps": _extract_gaps, "flow control": _extract_flow_control, "paces": _extract_ciphertext_paces}
+    return build_tables([build_features_by_view(run, views) for run in runs])
 
 
 # ---- decoded numbers -------------------------------------------------------------------------------------------------
@@ -362,6 +368,42 @@ def _extract_repeats(run: RunTraffic) -> Iterator[_Item]:
         digests.add(each.digest)
 
 
+_FLOW_CONTROL = frozenset({http2.DATA, http2.RST_STREAM, http2.PING, http2.WINDOW_UPDATE})
+_FLOW_CONTROL_SETTINGS = frozenset({4, 5})
+"""Kinds of frames, and keys of settings (sizes of windows and frames), that gRPC's library chooses by how fast bytes come."""
+
+
+def _extract_http2(run: RunTraffic) -> Iterator[_Item]:
+    """Return frames of HTTP/2: flags, padding, settings, and contents, which packed headers are not."""
+    for place, frame in run.http2_frames:
+        if frame.kind == http2.SETTINGS:
+            for key, value in frame.settings:
+                if key not in _FLOW_CONTROL_SETTINGS:
+                    yield (f"setting {key}", place), (value, *_hash_to_bits(str(value)))
+        elif frame.kind in (http2.HEADERS, http2.CONTINUATION) or frame.padding:
+            yield (frame.name, place), (frame.flags, frame.padding)
+        elif frame.kind not in _FLOW_CONTROL:
+            content = (
+                frame.content[4:] if frame.kind == http2.GOAWAY else frame.content
+            )  # the last stream: who was first
+            yield (frame.name, place), (frame.flags, len(content), *_hash_to_bits(content.hex()))
+
+
+def _extract_flow_control(run: RunTraffic) -> Iterator[_Item]:
+    """Return sizes of frames of data, changes of windows, and what pings and resets say."""
+    for place, frame in run.http2_frames:
+        if frame.kind == http2.SETTINGS:
+            for key, value in frame.settings:
+                if key in _FLOW_CONTROL_SETTINGS:
+                    yield (f"setting {key}", place), (value,)
+        elif frame.kind == http2.DATA:
+            yield (frame.name, place), (frame.size,)
+        elif frame.kind in (http2.WINDOW_UPDATE, http2.RST_STREAM):
+            yield (frame.name, place), (int.from_bytes(frame.content[:4]),)
+        elif frame.kind == http2.PING:
+            yield (f"{frame.name} {frame.flags}", place), list(frame.content[:8].ljust(8, b"\0"))
+
+
 CHANNEL_VIEWS: Mapping[str, _View] = {
     "sizes": _extract_sizes,
     "counts": _extract_counts,
@@ -370,6 +412,7 @@ CHANNEL_VIEWS: Mapping[str, _View] = {
     "status": _extract_status,
     "bytes": _extract_bytes,
     "repeated messages": _extract_repeats,
+    "http2": _extract_http2,
 }
 """Views of the channel other than decoded numbers."""
 
@@ -490,5 +533,9 @@ def _summarize_log_times(spans: FloatArray) -> list[float]:
     return [*first.tolist(), *map(float, distribution)]
 
 
-TIMING_VIEWS: Mapping[str, _View] = {"gaps": _extract_paces, "replies": _extract_replies}
+TIMING_VIEWS: Mapping[str, _View] = {
+    "gaps": _extract_paces,
+    "replies": _extract_replies,
+    "flow control": _extract_flow_control,
+}
 """Timing views of a sender whose clock, machine and neighbours are the same in both worlds."""
