@@ -181,7 +181,7 @@ def main() -> None:
     console = Console()
     for workers in options.workers:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            console.print(asyncio.run(measure(options.edges, workers, options.messages, options.dim, Path(folder))))
+            console.print(measure(options.edges, workers, options.messages, options.dim, Path(folder)))
     console.print_json(data=machine())
 
 
