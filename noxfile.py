@@ -21,11 +21,29 @@ LOWEST = ["-m", "not slow and not long and not browser and not container and not
 LOWEST += [f"--ignore=tests/{folder}" for folder in ("deploy", "deploy_chart", "docs", "observability")]
 LOWEST += [f"--ignore=tests/test_{name}.py" for name in ("docs", "language", "locks")]
 SAME_LIBRARIES = {
-    "client": ["audit_ledger", "audit_provenance", "audit_report", "watch", "watch_logs"],
-    "core": ["audit_foreign", "fast_paths"],
-    "services": ["absence", "gaps", "late", "lost", "misconduct", "roster", "workers"],
+    "client": [
+        "audit_ledger",
+        "audit_provenance",
+        "audit_report",
+        "compare",
+        "delta",
+        "noticed",
+        "watch",
+        "watch_logs",
+    ],
+    "core": ["audit_delta", "audit_foreign", "fast_paths", "freshness"],
+    "lab": ["power_page"],
+    "services": [
+        *("absence", "changing", "fencing", "gaps", "late", "lost", "misconduct", "recovery", "resume", "roster"),
+        *("several_runs", "signatures", "workers"),
+    ],
 }
-"""Tests of what our code decides, by folder: the calls of libraries that they reach are in other tests, too."""
+"""Tests of what our code decides, by folder: the calls of libraries that they reach are in other tests, too.
+
+Runs that die, are resumed, share a coordinator or sign their rounds call gRPC and cryptography as `services/test_run.py` and
+`rpc/test_signatures.py` do; audits call NumPy, SciPy and scikit-learn as `core/test_audit.py` does; pages and tables are those of
+`client/test_report.py`, `client/test_results.py` and `client/test_sweep.py`.
+"""
 LOWEST += [f"--ignore=tests/{folder}/test_{name}.py" for folder, names in SAME_LIBRARIES.items() for name in names]
 TORCH_TESTS = ["tests/core/test_torch_loss.py", "tests/lab/test_inversion.py", "tests/lab/test_gallery.py"]
 

@@ -6,6 +6,7 @@ not change the environment of a user's process.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -72,7 +73,11 @@ def main() -> None:
     for number in handled:  # before the command is imported there is nothing to shut down
         signal.signal(number, _stop_service if is_service else _exit_at_once)
     set_environment_defaults()
+    gc.disable()  # objects made by imports live until the process ends: collections would scan them and free nothing
     from sottovoce_client.cli import main as command
+
+    gc.freeze()
+    gc.enable()
 
     received = list[int]()
 
@@ -96,3 +101,5 @@ def main() -> None:
         if received and ended.code == 128 + signal.SIGINT:
             raise SystemExit(128 + received[0]) from None
         raise
+    finally:
+        gc.freeze()  # the process ends: the interpreter's last collections would scan the objects of all modules

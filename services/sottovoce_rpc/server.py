@@ -289,7 +289,6 @@ async def serve_until_stopped(
         SottovoceError: the error of a failed work.
     """
     gc.freeze()  # objects made by imports live forever: collections need not scan them
-    gc.freeze()  # what imports made stays for good: no later collection need look at it again
     hide_error_texts(asyncio.get_running_loop())
     async with Tasks() as signals:  # ended last: a second signal during the drain must still kill
         stopped = signals.start(_wait_for_stop(with_stdin=stop_with_stdin))

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from sottovoce_client.reports.page import Page, PageTable
 from sottovoce_client.reports.run_report import build_run_page
 from sottovoce_client.runs.compare import make_compare_page
 from sottovoce_client.runs.summary import DetectionSummary
-from sottovoce_core.auditing.audit import audit_simulated
+from sottovoce_core.auditing.audit import Audit, audit_simulated
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.results import Facts, Result, Results
@@ -62,12 +63,17 @@ def of_a_run(name: str) -> Page:
     return build_run_page(replace(made, guarantee=promise, capture=capture, version=name, **told))
 
 
-def of_an_audit(name: str) -> Page:
+@cache
+def audited() -> Audit:
     setup = replace(SETUPS["ldp-dol"], rounds=3)
     run = setup.build()
-    plan = plan_audit(run, made_up(run.spec, setup.n_features), 0, runs=20, seed=1)
-    done = audit_simulated(plan)
-    return build_audit_page(replace(done, source=name, plan=replace(plan, run=named(run, name))), name, 1)
+    return audit_simulated(plan_audit(run, made_up(run.spec, setup.n_features), 0, runs=20, seed=1))
+
+
+def of_an_audit(name: str) -> Page:
+    done = audited()
+    plan = replace(done.plan, run=named(done.plan.run, name))
+    return build_audit_page(replace(done, source=name, plan=plan), name, 1)
 
 
 def of_a_gallery(name: str) -> Page:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from itertools import pairwise
@@ -152,27 +152,28 @@ async def test_a_run_survives_the_death_of_its_coordinator_with_the_same_traject
 
 
 async def run_with_a_death(folder: Path, eavesdropper: str, *noise: str, victim: str = "") -> Outcome:
-    """A run of learners in processes of their own, one of which may be killed in the middle and started again."""
+    """A run in which one learner, in a process of its own, may be killed in the middle and started again."""
     spec, halfway = spec_of(), asyncio.Event()
 
     def look(progress: RunProgress, state: str) -> None:
         if min(progress.rounds) >= 20:
             halfway.set()
 
-    def learner(name: str, to: str, listen: str = "127.0.0.1:0") -> AbstractContextManager[Started]:
-        where = ("--coordinator", to, "--listen", listen, "--state", str(folder))
-        return service("learner", "--name", name, *where, *noise)
+    def learners(names: Sequence[str], to: str, listen: str = "127.0.0.1:0") -> AbstractContextManager[Started]:
+        named = [part for name in names for part in ("--name", name)]
+        return service("learner", *named, "--coordinator", to, "--listen", listen, "--state", str(folder), *noise)
 
     with ExitStack() as stack:
         _, to = stack.enter_context(service("coordinator", "--eavesdropper", eavesdropper, "--listen", "127.0.0.1:0"))
-        learners = {name: stack.enter_context(learner(name, to)) for name in NAMES}
+        stack.enter_context(learners([name for name in NAMES if name != victim], to))
+        if not victim:
+            return await asyncio.wait_for(run_on_services(to, spec, made_up(spec), look), PATIENCE_S)
+        process, address = stack.enter_context(learners([victim], to))
         running = asyncio.ensure_future(run_on_services(to, spec, made_up(spec), look))
-        if victim:
-            await asyncio.wait_for(halfway.wait(), PATIENCE_S)
-            process, address = learners[victim]
-            process.send_signal(signal.SIGKILL)
-            await asyncio.to_thread(process.wait)
-            stack.enter_context(learner(victim, to, address))
+        await asyncio.wait_for(halfway.wait(), PATIENCE_S)
+        process.send_signal(signal.SIGKILL)
+        await asyncio.to_thread(process.wait)
+        stack.enter_context(learners([victim], to, address))
         return await asyncio.wait_for(running, PATIENCE_S)
 
 
