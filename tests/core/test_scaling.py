@@ -155,6 +155,16 @@ def test_the_advice_ends_the_warning(tmp_path: Path, scale: Any) -> None:
     assert rare(tmp_path, scale) == []
 
 
+def test_records_that_are_mostly_zero_are_no_matter(tmp_path: Path) -> None:
+    features = np.zeros((20, 2))
+    features[0] = 100.0
+    np.savez(tmp_path / "zero.npz", X=features, y=np.arange(20) % 2)
+    scale = {"kind": "standard", "mean": 0, "deviation": 1}
+    data = {"source": str(tmp_path / "zero.npz"), "intercept": False, "scale": scale}
+    found = prepare(parse_spec({"rounds": 3, "algorithm": "ldp-dol", "data": data}, allow_imports=False)).warnings
+    assert "SCALED_ROWS" not in {each.code for each in found}
+
+
 def test_usual_records_are_no_matter() -> None:
     pytest.importorskip("sklearn")
     for source in ("digits", "breast_cancer"):

@@ -191,7 +191,7 @@ def _find_long_scaled_rows(spec: RunSpec, dataset: Dataset, data: PlacedData) ->
     norms = [np.linalg.norm(own.features, axis=1) for own in learners]
     every_norm = np.concatenate(norms)
     median = float(np.median(every_norm))
-    if (ratio := float(every_norm.max()) / max(median, np.finfo(np.float64).tiny)) <= _MAX_ROW_RATIO:
+    if median == 0.0 or (ratio := float(every_norm.max()) / median) <= _MAX_ROW_RATIO:
         return
     longest = [
         np.argmax(np.abs(own.features[each > _MAX_ROW_RATIO * median]), axis=1)
