@@ -458,7 +458,7 @@ def _lines(
     if unscaled:
         yield f"  # {unscaled}"
     if options.schema is None:
-        yield f"  scale: {spec.data.scale}"
+        yield f"  scale: {spec.data.scale.kind}"
     yield ""
     privacy = {"budget": budget, **({"delta": spec.privacy.delta} if spec.privacy.delta else {})}
     yield f"privacy: {_flow(privacy)}  # a learner that would exceed it stops sending"

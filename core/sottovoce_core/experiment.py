@@ -125,7 +125,8 @@ def _prepare(spec: RunSpec, data: PlacedData) -> PreparedRun:
         _has_equal_schedule(data.learners[0], other) for other in data.learners[1:]
     ):
         raise SpecError(
-            f"{spec.algorithm.name} needs the same records at every learner in every round: set data.partition to shared"
+            f"{spec.algorithm.name} needs the same records at every learner in every round: set data.partition to shared, "
+            "without own_order"
         )
     if run.algorithm.accountant(0).has_shared_records and spec.data.is_live:
         raise SpecError(

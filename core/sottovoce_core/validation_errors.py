@@ -174,7 +174,7 @@ def _format_problem(place: FieldPath, alike: list[Any], document: object, model:
     came = (
         "" if whole else f", got {_describe_class(value) if _holds_records(place, value) else abbreviate_value(value)}"
     )
-    remedy = _show_example(place, document, model) or _suggest_remedy(place, alike, value)
+    remedy = "" if whole else _show_example(place, document, model) or _suggest_remedy(place, alike, value)
     return f"{subject}{', or '.join(requirements)}{came}{remedy}"
 
 

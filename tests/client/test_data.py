@@ -314,6 +314,7 @@ def test_a_second_fetch_finds_it(cache: Path, server: Server, tmp_path: Path, mo
     assert (cache / "letter.npz").is_file()
     assert "already present" in said("fetch", "letter", "digits")
     assert "cache" in said("list")
+    assert "source: {kind: linear_regression, features: 10}, and optionally records, noise, seed" in said("list")
 
 
 def test_unknown_and_missing_data_sets(cache: Path) -> None:
@@ -321,6 +322,10 @@ def test_unknown_and_missing_data_sets(cache: Path) -> None:
         said("fetch", "mushrom")
     with pytest.raises(SpecError, match="did you mean mushrooms"):
         said("describe", "mushrom")
+    with pytest.raises(
+        SpecError, match=r"those of linear_regression are generated .* write source: \{kind: linear_regression"
+    ):
+        said("describe", "linear_regression")
     assert "no: sottovoce data fetch poker" in said("describe", "poker")
 
 

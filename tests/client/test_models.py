@@ -20,6 +20,7 @@ import yaml
 
 from sottovoce_client.live.sender import LearnerEndpoint
 from sottovoce_client.models import exporting, predicting
+from sottovoce_client.models.input_format import InputFormat
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import DataError, FailedPrecondition, SpecError
 from sottovoce_core.experiment import prepare
@@ -178,6 +179,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "softmax": {"classes": 3},
     "no intercept, as they are": {"data": {"intercept": False, "scale": "none"}},
     "range": {"data": {"scale": "range"}},
+    "clipped": {"data": {"scale": {"kind": "standard", "clip": 0.7}}},
     "long rows": {"loss": {"kind": "logistic", "feature_bound": 40.0}},
     "short rows": {"loss": {"kind": "hinge", "feature_bound": 0.3}},
 }
@@ -267,6 +269,13 @@ async def test_what_is_no_record_of_the_run_is_refused(tmp_path: Path) -> None:
             await exporting.fetch_learner_model(
                 LearnerEndpoint(up.addresses["ann"], "", Credentials()), load_spec(silent)
             )
+
+
+def test_constants_that_a_spec_states_need_no_records(tmp_path: Path) -> None:
+    stated = {"kind": "range", "low": 0, "high": [1, 2, 4], "onto": [-1, 1]}
+    spec = load_spec(spec_file(tmp_path, COVERED, data={"scale": stated, "source": "elsewhere.csv"}))
+    rows = InputFormat.from_spec(spec, WIDTH + 1).preparation(np.ones((1, WIDTH)))
+    assert rows.tolist() == [[1, 0, -0.5, 1]]
 
 
 def test_files_of_other_formats_are_not_written(tmp_path: Path) -> None:

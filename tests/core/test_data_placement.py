@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from sottovoce_core.algorithms.ldp_dol.parameters import LdpDolSpec
 from sottovoce_core.arrays import Batch
 from sottovoce_core.data import Dataset, LearnerData, PlacedData
-from sottovoce_core.data.spec import (
-    DataSpec,
+from sottovoce_core.data.partitions import (
     DirichletPartition,
     IidPartition,
     LabelPartition,
     Paper4060Partition,
     Partition,
 )
+from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.runs.placement import place_data
 from sottovoce_core.spec import RunSpec

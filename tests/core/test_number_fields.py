@@ -39,7 +39,7 @@ NEEDED: dict[str, Any] = {
     "high": 1.0, "rows": 1, "columns": 5, "probability": 0.9, "nearest": 2, "edges": [[0, 1], [1, 2], [2, 3], [3, 4]],
     "value": 0.1, "step": 0.1, "concentration": 1.0, "bounds": [0, 1], "categories": ["a", "b"], "label_bound": 1.0,
     "learner": "learner-0", "until_round": 5, "size": 8, "set": {"kind": "l2_ball", "radius": 5.0}, "path": "graph.txt",
-    "graphs": ["ring"],
+    "graphs": ["ring"], "features": 8, "labels": 2,
     "blocks": [{"size": 8, "set": {"kind": "l2_ball", "radius": 5.0}}],
 }  # fmt: skip
 """A right value for each field that a section must have."""
@@ -165,7 +165,9 @@ def violates(value: Any, text: str) -> bool:
     required, got, _ = text.partition(", got ")
     number = number_of(value[0] if value and isinstance(value, list) and ".0: " in required else value)
     if number is None or re.search(r"a list|must be text|mapping|number per learner", required):
-        forms = "a number|a whole number|a list|mapping|number per learner|true or false|at least 1 items|must be text"
+        forms = (
+            r"a number|a whole number|a list|mapping|number per learner|true or false|at least \d items|must be text"
+        )
         return re.search(forms, required) is not None
     holds = [check(number, *found.groups()) for form, check in STATED for found in re.finditer(form, required)]
     return bool(got) and not all(holds)

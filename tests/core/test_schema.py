@@ -678,7 +678,7 @@ def test_a_file_that_is_written_otherwise_is_refused(
     adult: Callable[..., DataSpec], content: bytes, message: str
 ) -> None:
     data = adult()
-    Path(data.source).write_bytes(content)
+    Path(str(data.source)).write_bytes(content)
     with pytest.raises(DataError, match=message) as refused:
         load_dataset(data, LogisticLoss())
     told = str(refused.value).replace(str(data.source), "")

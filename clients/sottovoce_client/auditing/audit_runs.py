@@ -88,7 +88,8 @@ def _get_relevant_part(spec: RunSpec, *, network: bool) -> dict[str, Any]:
     kept = spec if network else spec.model_copy(update={"topology": type(spec.topology)()})
     document = prepare_audit_spec(kept).model_dump(mode="json")
     source = document["data"]["source"]
-    return {**document, "offline_intervals": [], "data": {**document["data"], "source": PurePath(str(source)).name}}
+    name = PurePath(source).name if isinstance(source, str) else source
+    return {**document, "offline_intervals": [], "data": {**document["data"], "source": name}}
 
 
 def find_difference(one: Any, other: Any) -> str | None:

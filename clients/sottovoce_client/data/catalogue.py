@@ -26,6 +26,7 @@ from sottovoce_core.data.dataset import read_source
 from sottovoce_core.data.encoding import describe_similar_labels
 from sottovoce_core.data.files import RawTable
 from sottovoce_core.data.spec import DataSpec
+from sottovoce_core.data.synthetic import SYNTHETIC_SOURCES, describe_synthetic_source
 from sottovoce_core.errors import SpecError
 from sottovoce_core.yaml_files import write_yaml
 
@@ -43,6 +44,11 @@ def require_dataset(name: str) -> CatalogueEntry:
     """
     if (found := CATALOGUE.get(name)) is not None:
         return found
+    if name in SYNTHETIC_SOURCES.built_in_classes:
+        raise SpecError(
+            f"a data set must have fixed records, and those of {name} are generated as a spec says: write "
+            f"{describe_synthetic_source(name)}"
+        )
     raise SpecError(f"there is no data set {name!r}: it must be one of {', '.join(CATALOGUE)}{suggest_name(name)}")
 
 
@@ -80,6 +86,8 @@ def show(folders: Sequence[Path], console: Console) -> None:
             )
         )
     console.print("to download one: sottovoce data fetch NAME")
+    for kind in SYNTHETIC_SOURCES.built_in_classes:
+        console.print(Text(f"generated as a spec says: {describe_synthetic_source(kind)}"))
     terminal.print_json_if_requested(
         lambda: [
             {**_make_document(source), "download_bytes": source.download_bytes, "here": _locate(source, folders)}

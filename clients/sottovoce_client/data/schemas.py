@@ -256,7 +256,7 @@ def describe_records(prepared: PreparedRun, folders: Sequence[Path]) -> Iterator
 def find_long_records(prepared: PreparedRun) -> Iterator[RunWarning]:
     """Find unscaled records that are mostly clipped to a small part of their norm."""
     spec, data = prepared.run.spec, prepared.data
-    if spec.data.is_live or spec.data.scale != "none" or spec.data.schema is not None:
+    if spec.data.is_live or spec.data.scale.kind != "none" or spec.data.schema is not None:
         return
     limit = spec.loss.feature_bound
     rows = [np.linalg.norm(each.features, axis=-1) > _MAX_NORM_RATIO * limit for each in data.learners]

@@ -79,7 +79,8 @@ class Model:
             },
             "loss": spec.loss.kind,
             "columns": self.inputs.columns,
-            "scale": spec.data.scale,
+            "scale": spec.data.scale.kind,
+            "clip": spec.data.scale.clip_bound,
             "intercept": spec.data.intercept,
             "feature_bound": spec.loss.feature_bound,
             "label": self._label(),
@@ -126,7 +127,10 @@ class Model:
             "algorithm": self.inputs.spec.algorithm.name,
         }
         if self.inputs.preparation.shift is not None:
-            facts["scaled by"] = "constants of held-out records, which are not protected"
+            stated = self.inputs.spec.data.scale.is_stated
+            facts["scaled by"] = (
+                "constants that the spec states" if stated else "constants of held-out records, which are not protected"
+            )
         return facts | {"protected": f"{'yes' if own.is_protected else 'NO'}, {epsilon}: {own.text}"}
 
     def require_protected(self) -> None:
@@ -222,9 +226,14 @@ def _to_onnx(model: Model, metadata: str) -> bytes:
         "ones": np.array([float(spec.data.intercept)]),
         "axis": np.array([1], dtype=np.int64),
     }
+    if (clip := model.inputs.preparation.clip) is not None:
+        constants |= {"lowest": np.array(-clip), "highest": np.array(clip)}
     nodes = [
         node("Sub", ["features", "shift"], ["moved"]),
-        node("Div", ["moved", "width"], ["rows"]),
+        node("Div", ["moved", "width"], ["scaled"]),
+        node("Identity", ["scaled"], ["rows"])
+        if clip is None
+        else node("Clip", ["scaled", "lowest", "highest"], ["rows"]),
         node("Mul", ["rows", "rows"], ["squares"]),
         node("ReduceSum", ["squares", "axis"], ["sums"], keepdims=1),
         node("Add", ["sums", "ones"], ["squared_norms"]),

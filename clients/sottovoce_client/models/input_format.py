@@ -14,6 +14,7 @@ from sottovoce_core.data.columns import read_cells, read_features
 from sottovoce_core.data.dataset import load_dataset, read_source, require_source_file
 from sottovoce_core.data.encoding import Encoder, format_labels, map_labels
 from sottovoce_core.data.live_records import LiveRecordEncoder
+from sottovoce_core.data.synthetic import SyntheticSource
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss
 from sottovoce_core.runs.placement import FeatureTransform, fit_feature_transform
@@ -69,19 +70,21 @@ class InputFormat:
                 FeatureTransform(data.intercept),
                 LiveRecordEncoder(data, loss, encoder).class_names,
             )
-        local = data if data.source in CATALOGUE else None if local_spec is None else local_spec.data
+        is_public = isinstance(data.source, SyntheticSource) or data.source in CATALOGUE
+        local = data if is_public else None if local_spec is None else local_spec.data
         if local is not None:
             table = read_source(local, folders)
             labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
             transform = fit_feature_transform(local, load_dataset(local, loss, folders=folders))
             return cls(spec, n_features, table.columns, transform, _name_classes(labels, loss, data.positive))
-        if data.scale != "none":
+        if not data.scale.is_stated:
             raise SpecError(
                 f"records of this run are scaled by constants of the held-out records of {data.source}: give the run's spec "
                 "with --spec on a machine that has that file"
             )
         numbers = None if loss.n_classes is None else tuple(range(loss.n_classes))
-        return cls(spec, n_features, None, FeatureTransform(data.intercept), numbers)
+        transform = FeatureTransform.from_scale(data.scale, n_features - data.intercept, intercept=data.intercept)
+        return cls(spec, n_features, None, transform, numbers)
 
     def read_rows(self, path: Path) -> FloatArray:
         """Read the records of a file as rows of the run.

@@ -103,7 +103,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
     return RunSummary(
         name=run.spec.name,
         run_id=outcome.run_id,
-        data=run.spec.data.source,
+        data=str(run.spec.data.source),
         state=outcome.state,
         detail=outcome.detail,
         rounds=None if run.spec.is_unbounded else run.spec.rounds,
@@ -207,7 +207,7 @@ def _summarise_guarantee(run: Run, data: PlacedData, outcome: Outcome) -> Guaran
         accounting=guarantee.basis.mode,
         proof=guarantee.basis.proof,
         constants=tuple((name, each.value, each.enforcement) for name, each in guarantee.basis.constants.items()),
-        shared=guarantee.has_shared_records,
+        shared=run.has_shared_records,
         output=None if guarantee.output_epsilon is None else float(guarantee.output_epsilon[-1]),
         delta=delta,
         record_use_at_delta=_compute_epsilon_at_delta(run, data, outcome, "record_use") if delta else None,

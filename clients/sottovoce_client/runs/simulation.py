@@ -155,7 +155,7 @@ def describe_epsilon(experiment: Experiment) -> str:
     """Describe the epsilon of a simulated experiment in one line."""
     if not math.isfinite(epsilon := experiment.epsilon()):
         return "epsilon per record use: infinite, there is no guarantee"
-    shared = experiment.guarantee(0).has_shared_records
+    shared = experiment.run.has_shared_records
     scope = "of all learners together" if shared else "of the learner with the largest"
     return f"epsilon per record use: {format_number(epsilon)}, {scope}"
 

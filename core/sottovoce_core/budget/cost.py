@@ -40,6 +40,7 @@ class LearnerCost:
 
     Attributes:
         guarantee: guarantee of one record use over these rounds.
+        has_shared_records: all learners hold the same records, so that their losses add up.
 
     Raises:
         SpecError: the run has no planned end.
@@ -47,6 +48,7 @@ class LearnerCost:
 
     def __init__(self, run: Run, learner: int, own: LearnerData, rounds: int | None = None) -> None:
         self._run, self._learner, self._own = run, learner, own
+        self.has_shared_records = run.has_shared_records
         self._counts = np.diff(own.offsets)
         end = run.participation(learner).end
         self._end = end if rounds is None else min(end, rounds)
@@ -133,7 +135,7 @@ def combine_costs(
     Raises:
         SpecError: as of `LearnerCost.epsilon`.
     """
-    if not costs[0].guarantee.has_shared_records:
+    if not costs[0].has_shared_records:
         return max(each.epsilon(unit, delta, has_distributions=has_distributions) for each in costs)
     return compose_costs(costs, unit, delta, has_distributions=has_distributions)
 

@@ -17,12 +17,19 @@ from sottovoce_core.data.encoding import EncodedRecords, Encoder, format_labels,
 from sottovoce_core.data.files import (
     RECORD_FILE_SUFFIXES,
     SCHEMA_FILE_SUFFIXES,
+    UNCERTAIN_HEADER_REASON,
     RawTable,
     describe_column_mismatch,
     read_npz,
 )
 from sottovoce_core.data.schema_inference import require_learnable
 from sottovoce_core.data.spec import DataSpec, Schema
+from sottovoce_core.data.synthetic import (
+    SYNTHETIC_SOURCES,
+    SyntheticSource,
+    describe_synthetic_source,
+    generate_vital_signs,
+)
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss
 from sottovoce_core.optional import import_optional
@@ -63,39 +70,6 @@ def check_batch(features: FloatArray, labels: FloatArray, n_features: int, loss:
         )
 
 
-_TRAINING_RECORDS, _TEST_RECORDS = 75_000, 25_000
-_NAMES = ("heart_rate", "breaths", "temperature", "oxygen", "pressure", "age")
-
-
-def _generate_vital_signs() -> RawTable:
-    """Generate synthetic vital signs with a label: the patient is worse a day later (1) or not (0).
-
-    Severity is random, rises with age, and drifts with the season; measurements and outcome follow from it, each with its own
-    noise. One year, in the order of time; every fourth record is held out. Every call returns the same numbers.
-    """
-    random, count = np.random.default_rng(20260101), _TRAINING_RECORDS + _TEST_RECORDS
-    noise = random.normal(size=(count, 6))
-    age = np.clip(62 + 16 * random.normal(size=count), 18, 98)
-    season = 0.5 * np.sin(2 * np.pi * np.arange(count) / count)
-    severity = random.normal(size=count) + (age - 62) / 40 + season
-    usual = np.array([82, 17, 37.1, 95.5, 124])
-    rising = np.array([11, 3.2, 0.45, -1.7, -9])
-    spread = np.array([9, 2.2, 0.5, 1.2, 11])
-    measured = usual + severity[:, None] * rising + noise[:, :5] * spread
-    measured[:, 3] = np.clip(measured[:, 3], 60, 100)
-    measured[:, 4] += 0.25 * (age - 62)
-    features = np.round(np.column_stack([measured, age]), 1)
-    worse = as_floats(severity + 0.3 * noise[:, 5] > 0.3)
-    held_out = np.arange(count) % 4 == 3
-    return RawTable(
-        features[~held_out],
-        worse[~held_out],
-        columns=_NAMES,
-        test=(features[held_out], worse[held_out]),
-        label="worse",
-    )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
     """Records of one source, before placement on learners.
@@ -111,6 +85,7 @@ class Dataset:
         round: `(records,)` the round in which a record is learned.
         test: part held out by the source itself: `(records, features)` and `(records,)`.
         class_names: names of the classes in the source, by rank; empty if the label is a number.
+        columns: names of the feature columns, for warnings; None: the source has none, or they may be values of a record.
     """
 
     name: str
@@ -122,6 +97,7 @@ class Dataset:
     round: IntArray | None = None
     test: Batch | None = None
     class_names: tuple[str, ...] = ()
+    columns: tuple[str, ...] | None = None
 
 
 def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), labels_required: bool = True) -> Dataset:
@@ -149,8 +125,9 @@ def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), la
     n = len(table.features)
     test = None if table.test is None else Batch(table.test[0], mapped[n:])
     named = () if loss.n_classes is None else tuple(format_labels(np.unique(labels)))
-    placed = _convert_placement(table.learner, table.round, data.source)
-    return Dataset(data.source, table.features, mapped[:n], classes[:n], *placed, test, named)
+    placed = _convert_placement(table.learner, table.round, str(data.source))
+    columns = None if table.header_reason == UNCERTAIN_HEADER_REASON else table.columns
+    return Dataset(str(data.source), table.features, mapped[:n], classes[:n], *placed, test, named, columns)
 
 
 def read_source(data: DataSpec, folders: Sequence[Path] = ()) -> RawTable:
@@ -160,24 +137,28 @@ def read_source(data: DataSpec, folders: Sequence[Path] = ()) -> RawTable:
         SpecError, DataError: as `load_dataset`.
     """
     table = _read_table(data, folders)
-    _require_valid_table(table, data.source)
+    _require_valid_table(table, str(data.source))
     return table
 
 
 def _read_table(data: DataSpec, folders: Sequence[Path]) -> RawTable:
     """Read the source as a table whose labels are float64 or text."""
+    if isinstance(data.source, SyntheticSource):
+        return data.source.generate()
     known = CATALOGUE.get(data.source)
     if known is not None and known.is_synthetic:
-        return _generate_vital_signs()
+        return generate_vital_signs()
     if known is not None and not known.originals:
         return RawTable(*_read_shipped(data.source))
     if known is not None:
         return _convert_labels(read_npz(_find_public_file(data.source, folders)), data.source)
+    if data.source in SYNTHETIC_SOURCES.built_in_classes:
+        raise SpecError(f"data.source {data.source} needs its fields: write {describe_synthetic_source(data.source)}")
     path = Path(data.source)
     if path.suffix.lower() not in RECORD_FILE_SUFFIXES:
         raise SpecError(
-            f"data.source must be one of {', '.join(CATALOGUE)}, or a path to a {', '.join(RECORD_FILE_SUFFIXES)} file, "
-            f"got {path}"
+            f"data.source must be one of {', '.join(CATALOGUE)}, a path to a {', '.join(RECORD_FILE_SUFFIXES)} file, or the "
+            f"fields of a synthetic source ({', '.join(SYNTHETIC_SOURCES.built_in_classes)}), got {path}"
             f"{suggest_name(data.source)}"
         )
     require_source_file(path)
@@ -212,7 +193,7 @@ _SHIPPED_FILES = {"breast_cancer": ("breast_cancer.csv", 1), "digits": ("digits.
 
 def _load_by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
     """Read all records of a file by a schema."""
-    path = Path(data.source)
+    path = Path(str(data.source))
     found, learner, rounds = encode_file(path, Encoder.from_schema(schema, loss, data.positive))
     if found.refusals:
         listed_reasons = "; ".join(f"{reason} ({times:,})" for reason, times in found.reasons.items())
@@ -220,9 +201,9 @@ def _load_by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
         counts = f"{len(found.refusals):,} of {len(found.accepted_mask):,} records do not fit the schema"
         hint = f"; {found.hint}" if found.hint else ""
         raise DataError(f"{path}: {counts}: {listed_reasons}; the first is row {row} (counted from 0), {why}{hint}")
-    placed = _convert_placement(learner, rounds, data.source)
+    placed = _convert_placement(learner, rounds, str(data.source))
     named = schema.label.classes or ()
-    return Dataset(data.source, found.features, found.labels, found.classes, *placed, class_names=named)
+    return Dataset(str(data.source), found.features, found.labels, found.classes, *placed, class_names=named)
 
 
 def encode_file(path: Path, encoder: Encoder) -> tuple[EncodedRecords, AnyArray | None, AnyArray | None]:

@@ -7,21 +7,24 @@ records, so the encoding is public, and equal at every learner.
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from itertools import accumulate
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BeforeValidator, Field, NonNegativeInt, SerializeAsAny, field_validator, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data.cells import MissingValues, normalise_text
 from sottovoce_core.data.fields import MAX_NAME_CHARACTERS, AnyFeature, AnyLabel, Label, Words
 from sottovoce_core.data.files import PLACEMENT_COLUMNS
-from sottovoce_core.registry import Count, Positive, Registry, Section
+from sottovoce_core.data.partitions import AnyPartition, IidPartition
+from sottovoce_core.data.scaling import AnyScale, NoScale
+from sottovoce_core.data.synthetic import AnySyntheticSource, SyntheticSource
+from sottovoce_core.registry import Count, Section
 
 MAX_FEATURES = 2**16
 
@@ -145,137 +148,12 @@ class Schema(Section):
         return made
 
 
-class Partition(Section, ABC):
-    """Rule that assigns records to learners."""
-
-    kind: str
-
-    is_shared: ClassVar[bool] = False
-    """True if every learner gets every record, so that nothing is split."""
-
-    @abstractmethod
-    def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
-        """Split the records among learners: return the places in `labels` of each learner's records.
-
-        Args:
-            labels: `(records,)` in the domain of the loss.
-            classes: `(records,)` class of each record, at least as fine as the labels.
-            n_learners: number of learners.
-            rng: source of all randomness.
-        """
-
-    def owners(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> IntArray:
-        """Return the learner of every record, `(records,)`; arguments as in `split`."""
-        owners = np.empty(len(labels), dtype=np.int64)
-        for learner, rows in enumerate(self.split(labels, classes, n_learners, rng)):
-            owners[rows] = learner
-        return owners
-
-
-PARTITIONS: Registry[Partition] = Registry(
-    Partition,  # type: ignore[type-abstract]  # of its subclasses
-    {
-        "iid": "IidPartition",
-        "by_label": "LabelPartition",
-        "dirichlet": "DirichletPartition",
-        "paper_40_60": "Paper4060Partition",
-        "shared": "SharedPartition",
-    },
-    group="partitions",
-)
-
-AnyPartition = Annotated[SerializeAsAny[Partition], PARTITIONS]
-"""Field of a spec: the partition of the named kind."""
-
-
-class IidPartition(Partition):
-    """Random assignment of records."""
-
-    kind: Literal["iid"] = "iid"
-
-    def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
-        return np.array_split(rng.permutation(len(labels)), n_learners)
-
-
-class LabelPartition(Partition):
-    """Records sorted by label and cut into equal parts: most learners see one label only.
-
-    `iid_fraction` is the share of each learner's records that is assigned at random instead (0: the hardest skew).
-    """
-
-    kind: Literal["by_label"] = "by_label"
-    iid_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-
-    def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
-        """Split a random pool of the share `iid_fraction` evenly; sort the rest by label, then class, and cut it evenly."""
-        shuffled = rng.permutation(len(labels))
-        pool, rest = np.split(shuffled, [round(self.iid_fraction * len(labels))])
-        rest = rest[np.lexsort((classes[rest], labels[rest]))]
-        # array_split puts surplus records in the first parts; reversed, the pool's surplus goes to the last learners,
-        # so that totals differ by at most one.
-        pools = np.array_split(pool, n_learners)[::-1]
-        return [np.concatenate(pair) for pair in zip(np.array_split(rest, n_learners), pools, strict=True)]
-
-
-class DirichletPartition(Partition):
-    """For each class, shares over learners drawn from a symmetric Dirichlet distribution: small concentration, strong skew."""
-
-    kind: Literal["dirichlet"] = "dirichlet"
-    concentration: Positive
-
-    def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
-        """Draw shares p ~ Dirichlet(concentration, ..., concentration) of each class.
-
-        Learner i gets the records of the shuffled class between the rounded cuts `records * (p_0 + ... + p_{i-1})` and
-        `records * (p_0 + ... + p_i)`.
-        """
-        parts: list[list[IntArray]] = [[] for _ in range(n_learners)]
-        for rows in _shuffled_classes(classes, rng):
-            shares = rng.dirichlet(np.full(n_learners, self.concentration))
-            cuts = np.rint(len(rows) * np.cumsum(shares)[:-1]).astype(np.int64)
-            for part, piece in zip(parts, np.split(rows, cuts), strict=True):
-                part.append(piece)
-        return [np.concatenate(part) for part in parts]
-
-
-_OWN_SHARE = 0.4
-"""Share of a class that goes to the learner of that class (Chen & Wang 2025, experiments B and C)."""
-
-
-class Paper4060Partition(Partition):
-    """40 % of class c to learner c mod learners, the rest split evenly (Chen & Wang, experiments B and C)."""
-
-    kind: Literal["paper_40_60"] = "paper_40_60"
-
-    def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
-        """Give 40 % of class c to learner `c mod n_learners`, 60 % evenly to the others (to itself, if there are none)."""
-        parts: list[list[IntArray]] = [[] for _ in range(n_learners)]
-        for c, rows in enumerate(_shuffled_classes(classes, rng)):
-            owner = c % n_learners
-            others = rng.permutation(np.delete(np.arange(n_learners), owner)) if n_learners > 1 else np.array([owner])
-            own, rest = np.split(rows, [round(_OWN_SHARE * len(rows))])
-            parts[owner].append(own)
-            for other, piece in zip(others, np.array_split(rest, len(others)), strict=True):
-                parts[other].append(piece)
-        return [np.concatenate(part) for part in parts]
-
-
-class SharedPartition(Partition):
-    """Every record at every learner, in the same rounds: for one global objective known to all (the dpsda family)."""
-
-    kind: Literal["shared"] = "shared"
-
-    is_shared: ClassVar[bool] = True
-
-    def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
-        return [np.arange(len(labels))] * n_learners
-
-
-def _shuffled_classes(classes: IntArray, rng: np.random.Generator) -> list[IntArray]:
-    """Return the records of each class that occurs, in random order, class by class."""
-    rows = rng.permutation(len(classes))
-    rows = rows[np.argsort(classes[rows], kind="stable")]
-    return np.split(rows, np.flatnonzero(np.diff(classes[rows])) + 1)
+def _require_source(source: object) -> object:
+    """Require a word, or the fields of a synthetic source."""
+    is_section = isinstance(source, Mapping) and "kind" in source
+    if not (is_section or isinstance(source, str | SyntheticSource)):
+        raise PydanticCustomError("string_type", "must be text")  # worded as for any other field of text
+    return source
 
 
 LIVE_SOURCE = "live"
@@ -292,9 +170,9 @@ with warnings.catch_warnings():
 
         schema: Schema | None = None  # type: ignore[assignment]
         """Schema of a `.csv` or `.parquet` file, and of live records; None: all fields are numbers."""
-        source: str = "breast_cancer"
-        """Name of a data set (`sottovoce data list` shows them), path to a `.npz`, `.csv` or `.parquet` file, or `live`: each
-        learner's owner feeds records during the run."""
+        source: Annotated[str | AnySyntheticSource, BeforeValidator(_require_source)] = "breast_cancer"
+        """Name of a data set (`sottovoce data list` shows them), path to a `.npz`, `.csv` or `.parquet` file, a synthetic source
+        with its fields, or `live`: each learner's owner feeds records during the run."""
         features: Count | None = None
         """Number of features of a live record without a schema, without the intercept."""
         label: str | None = None
@@ -313,20 +191,26 @@ with warnings.catch_warnings():
         reuse: bool = False
         """Start again from the first record after a learner's last one. Each use counts separately for `record_use`."""
         test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.25
-        """Share held out for accuracy. Treated as public: the constants of `scale` are computed from it."""
-        scale: Literal["none", "standard", "range"] = "none"
-        """Per-feature scaling by constants of the held-out part, so that no constant depends on a learner's records."""
+        """Share held out for accuracy. Treated as public: constants of `scale` that are not stated are computed from it."""
+        scale: AnyScale = NoScale()
+        """Per-feature scaling by stated constants or those of the held-out part, so that none depends on a learner's records."""
         intercept: bool = True
         """Append a constant feature."""
         seed: NonNegativeInt = 0
         """Seed of the split, the partition and the order. Not of the noise."""
 
         @model_validator(mode="after")
-        def _require_schema_fields(self) -> DataSpec:
+        def _require_compatible_fields(self) -> DataSpec:
             if self.schema is not None and self.label is not None:
                 raise ValueError("label must be left out with a schema, which declares it")
-            if self.schema is not None and self.scale != "none":
+            if self.schema is not None and self.scale.kind != "none":
                 raise ValueError("scale must be none with a schema, which scales by declared bounds")
+            if self.schema is not None and not isinstance(self.source, str):
+                raise ValueError(f"schema must be left out with the source {self.source}, whose fields are all numbers")
+            if self.partition.has_own_order and self.order == "given":
+                raise ValueError(
+                    "partition.own_order must be left out with order: given, which is the same for all learners"
+                )
             return self
 
         @model_validator(mode="after")

@@ -6,12 +6,12 @@ import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from sottovoce_core.arrays import MAX_ARRAY_ELEMENTS, Batch, FloatArray, IntArray
 from sottovoce_core.data.dataset import Dataset
+from sottovoce_core.data.scaling import Scale
 from sottovoce_core.data.schedule import LearnerData, PlacedData
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import DataError, SpecError
@@ -41,18 +41,26 @@ def place_data(spec: RunSpec, dataset: Dataset) -> PlacedData:
     rounds = _read_rounds(spec, dataset)
     prepare = _build_transform(data, test.features)
 
-    def place_learner(mine: IntArray, rng: np.random.Generator, learner: int = 0) -> LearnerData:
+    def place_learner(
+        mine: IntArray, rng: np.random.Generator, learner: int = 0, prepared: FloatArray | None = None
+    ) -> LearnerData:
         shuffled = rng.permutation(len(mine)) if data.order == "shuffled" else np.arange(len(mine))
         part = spec.participation.learner_participation(learner, spec.rounds).mask()
         timetable = (
             _fill_rounds(shuffled, data, part) if rounds is None else _keep_file_rounds(shuffled, rounds[mine], part)
         )
-        return LearnerData(prepare(dataset.features[mine]), dataset.labels[mine], *timetable)
+        features = prepare(dataset.features[mine]) if prepared is None else prepared
+        return LearnerData(features, dataset.labels[mine], *timetable)
 
-    if dataset.learner is None and data.partition.is_shared:
+    if dataset.learner is None and data.partition.has_own_order:
+        features = prepare(dataset.features[rows])  # one array for all copies
+        rngs = order_rng.spawn(spec.n_learners)
+        learners = [place_learner(rows, rng, i, features) for i, rng in enumerate(rngs)]
+    elif dataset.learner is None and data.partition.is_shared:
         if spec.offline_intervals:
             raise SpecError(
-                "offline_intervals must be empty with data.partition shared: all learners have the same records in all rounds"
+                "offline_intervals must be empty with data.partition shared: all learners have the same records in all rounds; "
+                "set data.partition.own_order to true if each may learn its copy in an order of its own"
             )
         learners = [place_learner(rows, order_rng)] * spec.n_learners
     else:
@@ -126,16 +134,38 @@ class FeatureTransform:
     Attributes:
         intercept: whether to append a column of ones.
         shift, width: offset to subtract, then divisor, `(m,)` each; None: no scaling.
+        clip: bound to which scaled features are clipped; None: no clipping.
     """
 
     intercept: bool
     shift: FloatArray | None = None
     width: FloatArray | None = None
+    clip: float | None = None
+
+    @classmethod
+    def from_scale(
+        cls, scale: Scale, n_features: int, *, intercept: bool, held_out: FloatArray | None = None
+    ) -> FeatureTransform:
+        """Build the transform of a scale.
+
+        Args:
+            scale: section of the spec.
+            n_features: number of features, without the intercept.
+            intercept: whether to append a column of ones.
+            held_out: `(records, features)`, unless the scale states its constants.
+
+        Raises:
+            SpecError, DataError: as `Scale.compute_constants`.
+        """
+        constants = scale.compute_constants(n_features, held_out)
+        return cls(intercept) if constants is None else cls(intercept, *constants, scale.clip_bound)
 
     def __call__(self, features: FloatArray) -> FloatArray:
         if self.shift is not None and self.width is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 features = (features - self.shift) / self.width
+            if self.clip is not None:
+                features = np.clip(features, -self.clip, self.clip)
             if not (np.abs(features) <= MAX_MAGNITUDE).all():
                 raise DataError(
                     f"scaled features must be between -{MAX_MAGNITUDE:g} and {MAX_MAGNITUDE:g}, got larger ones: a column has "
@@ -155,33 +185,9 @@ def fit_feature_transform(data: DataSpec, dataset: Dataset) -> FeatureTransform:
     return _build_transform(data, _hold_out(dataset, data.test_fraction, split_rng)[1].features)
 
 
-def _build_transform(data: DataSpec, public: FloatArray) -> FeatureTransform:
-    """Build the transform: scaling by constants of the held-out part, then the intercept."""
-    if data.scale == "none":
-        return FeatureTransform(data.intercept)
-    if not len(public):
-        raise SpecError(
-            f"data.scale {data.scale} takes its constants from held-out records, and this source has none: give the "
-            "file X_test and y_test, or scale the features beforehand and set data.scale to none"
-        )
-    return FeatureTransform(data.intercept, *_compute_constants(data.scale, public))
-
-
-def _compute_constants(scale: Literal["standard", "range"], public: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return offset and divisor, `(features,)` each; 1 divides a constant column."""
-    low, high = public.min(axis=0), public.max(axis=0)
-    with np.errstate(over="ignore", invalid="ignore"):  # refused below
-        shift, width = (low, high - low) if scale == "range" else (public.mean(axis=0), public.std(axis=0))
-    # Compared by extremes: the standard deviation of a constant column is rounding noise, not zero.
-    width = np.where(high == low, 1.0, width)
-    usable = np.isfinite(shift) & np.isfinite(width) & (width > 0)
-    if not usable.all():
-        column = int(np.flatnonzero(~usable)[0])
-        raise DataError(
-            f"data.scale {scale} must represent the range of column {column} (counted from 0), got one that is too wide or too "
-            "narrow for float64; rescale it first"
-        )
-    return shift, width
+def _build_transform(data: DataSpec, held_out: FloatArray) -> FeatureTransform:
+    """Build the transform: scaling, then the intercept."""
+    return FeatureTransform.from_scale(data.scale, held_out.shape[1], intercept=data.intercept, held_out=held_out)
 
 
 def _append_intercept(features: FloatArray) -> FloatArray:
@@ -199,7 +205,8 @@ def _assign_owners(spec: RunSpec, dataset: Dataset, rows: IntArray, rng: np.rand
     classes = dataset.classes
     if classes is None:
         classes = np.unique(dataset.labels, return_inverse=True)[1].astype(np.int64)
-    return spec.data.partition.owners(dataset.labels[rows], classes[rows], spec.n_learners, rng)
+    partition = spec.data.partition.resolve_names(spec.names, dataset.class_names)
+    return partition.owners(dataset.labels[rows], classes[rows], spec.n_learners, rng)
 
 
 def _read_owners(spec: RunSpec, dataset: Dataset, learner: IntArray) -> IntArray:
@@ -228,7 +235,7 @@ def _describe_missing_records(spec: RunSpec, learners: Sequence[int], dataset: D
     advice = (
         "give each rows in the column 'learner', or take it out of `learners`"
         if dataset.learner is not None
-        else "take fewer learners, a milder data.partition (iid, a larger concentration), another seed or more data"
+        else "take fewer learners, a milder data.partition (iid, a larger concentration, more labels), another seed or more data"
     )
     who, get = (
         abbreviate_names([f"{spec.names[i]} (index {i})" for i in learners]),
@@ -262,7 +269,8 @@ def _require_schedule_size(spec: RunSpec, dataset: Dataset) -> None:
     """
     data, each = spec.data, spec.n_learners
     if data.reuse and dataset.round is None:
-        each = len(dataset.labels) if data.batch_size == "all" else spec.n_learners * data.batch_size
+        copies = spec.n_learners if data.partition.has_own_order else 1
+        each = copies * len(dataset.labels) if data.batch_size == "all" else spec.n_learners * data.batch_size
     if (places := spec.rounds * each) > MAX_ARRAY_ELEMENTS:
         what = f"{spec.rounds} rounds of {spec.n_learners} learners have {places} places for records"
         raise SpecError(

@@ -65,6 +65,11 @@ class Run:
         return self.spec.loss
 
     @property
+    def has_shared_records(self) -> bool:
+        """True if all learners hold the same records, so that the privacy losses of all of them add up."""
+        return self.spec.data.partition.is_shared or self.algorithm.accountant(0).has_shared_records
+
+    @property
     def has_bounded_staleness(self) -> bool:
         """True if a round may continue without a late neighbour."""
         return self.spec.clock.staleness_timeout_s is not None
@@ -340,7 +345,7 @@ def assess_publication(
         text = f"the model of {name} follows from its messages, and these carry no noise: no epsilon covers it"
         return Publication(PublicationCoverage.UNCOVERED, math.inf, text)
     text = f"the model of {name} follows from messages that were charged: it costs nothing more"
-    if run.algorithm.accountant(learner).has_shared_records:
+    if run.has_shared_records:
         text += "; all learners hold the same records, so their epsilons add up"
     return Publication(PublicationCoverage.MESSAGES, spent, text)
 

@@ -12,6 +12,7 @@ from sottovoce_core.algorithms.run_context import RunWarning
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data.dataset import Dataset
 from sottovoce_core.data.encoding import describe_similar_labels
+from sottovoce_core.data.scaling import Scale
 from sottovoce_core.data.schedule import PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.privacy.loss import EpsilonLimit
@@ -21,6 +22,10 @@ from sottovoce_core.text import abbreviate_names
 
 _MAX_IDLE_SHARE = 0.01
 """Share of the rounds that a learner may lack records at the end: evenly split records differ by so much."""
+_MAX_ROW_RATIO = 20.0
+"""Ratio of the norm of a scaled record to the median one, from which on its largest feature is taken for an artefact."""
+_MAX_NAMED_FEATURES = 3
+"""Maximum number of features that a warning names."""
 BUDGET_ENDS = "BUDGET_ENDS"
 """Code of the warning that a budget ends before the run."""
 
@@ -111,6 +116,7 @@ def find_data_warnings(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Ite
     """
     yield from _find_ended_records(spec, dataset, data)
     yield from _find_label_problems(spec, dataset, data)
+    yield from _find_long_scaled_rows(spec, dataset, data)
 
 
 def _find_ended_records(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunWarning]:
@@ -174,3 +180,40 @@ def _describe_mapping(texts: Sequence[str], dataset: Dataset) -> str:
     if 2 * len(texts) > len(dataset.labels):
         return "as many as there are records, or nearly"
     return abbreviate_names(read)
+
+
+def _find_long_scaled_rows(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[RunWarning]:
+    """Warn about records that scaling has made many times as long as the others, by features that hardly vary elsewhere."""
+    scale = spec.data.scale
+    if scale.kind == "none":
+        return
+    learners = data.learners[:1] if spec.data.partition.is_shared else data.learners
+    norms = [np.linalg.norm(own.features, axis=1) for own in learners]
+    every_norm = np.concatenate(norms)
+    median = float(np.median(every_norm))
+    if median == 0.0 or (ratio := float(every_norm.max()) / median) <= _MAX_ROW_RATIO:
+        return
+    longest = [
+        np.argmax(np.abs(own.features[each > _MAX_ROW_RATIO * median]), axis=1)
+        for own, each in zip(learners, norms, strict=True)
+    ]
+    columns, counts = np.unique(np.concatenate(longest), return_counts=True)
+    names = [repr(name) for name in dataset.columns] if dataset.columns else [f"{k}" for k in range(data.n_features)]
+    named = abbreviate_names(
+        [names[int(k)] for k in columns[np.argsort(-counts)] if k < len(names)], _MAX_NAMED_FEATURES
+    )
+    named += "" if dataset.columns else " (counted from 0)"
+    yield RunWarning(
+        "SCALED_ROWS",
+        f"data.scale {scale.kind} makes the longest record {ratio:.0f} times as long as the median one, by features that hardly "
+        f"vary where the constants are from: {named}; {_suggest_scale(scale)}, or "
+        "leave such features out",
+    )
+
+
+def _suggest_scale(scale: Scale) -> str:
+    if scale.kind == "standard" and scale.clip_bound is None:
+        return "clip scaled features (data.scale: {kind: standard, clip: 5})"
+    if scale.kind == "standard":
+        return "lower data.scale.clip"
+    return "state the possible values (data.scale: {kind: range, low: ..., high: ...})"
