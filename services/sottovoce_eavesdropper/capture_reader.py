@@ -21,8 +21,8 @@ from sottovoce_core.runs.transcript import RoundReassembler, Transcript
 from sottovoce_core.text import escape_control, format_learner_name
 from sottovoce_eavesdropper import CAPTURE_FORMAT
 from sottovoce_eavesdropper.capture_checks import EXCHANGE_METHODS
-from sottovoce_eavesdropper.capture_writer import CiphertextCounts, build_schema, format_part_name, parse_part_number
-from sottovoce_eavesdropper.part_reader import MIB, read_part
+from sottovoce_eavesdropper.capture_writer import CiphertextCounts
+from sottovoce_eavesdropper.parts import MIB, build_schema, format_part_name, parse_part_number, read_part
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec
 

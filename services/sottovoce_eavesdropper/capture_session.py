@@ -29,8 +29,9 @@ from sottovoce_core.spec import MAX_LEARNERS
 from sottovoce_core.text import format_learner_name
 from sottovoce_eavesdropper.capture_checks import EXCHANGE_METHODS, CaptureRow, RecordedRound
 from sottovoce_eavesdropper.capture_reader import Capture, open_capture
-from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter, parse_part_number
+from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter
 from sottovoce_eavesdropper.grpc_proxy import MAX_PAYLOAD_BYTES, GrpcProxy
+from sottovoce_eavesdropper.parts import parse_part_number
 from sottovoce_eavesdropper.proxy import Proxy
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_eavesdropper.tcp_proxy import TcpProxy

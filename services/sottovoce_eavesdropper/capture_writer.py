@@ -3,8 +3,6 @@
 A part is written whole or not at all (`storage`), so that every part can be read, however the process ended. At most the rows
 in memory are lost: those recorded since the last written part was begun. That is `_PART_INTERVAL_S` seconds and the time to write
 one part, or less if `MAX_PART_ROWS` messages fill a part.
-
-Columns: those of a `CaptureRow`, and `run, world, replica`, which are equal in all rows of a capture.
 """
 
 from __future__ import annotations
@@ -12,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,20 +24,21 @@ from sottovoce_core.network.participation_schedule import Participation, Partici
 from sottovoce_core.registry import UNBOUNDED_ROUNDS
 from sottovoce_core.runs.transcript import import_parquet
 from sottovoce_core.spec import MAX_LEARNERS, MAX_OFFLINE_INTERVALS
-from sottovoce_eavesdropper import CAPTURE_FORMAT
+from sottovoce_eavesdropper import CAPTURE_FORMAT, parts
 from sottovoce_eavesdropper.capture_checks import CaptureChecks, CaptureRow, Gaps, decode_rounds, is_tapped
+from sottovoce_eavesdropper.parts import encode_part, format_part_name, split_into_parts
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec, Shapes
 from sottovoce_rpc.logs import describe_failure
 from sottovoce_wire.v1 import eavesdropper_pb2
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    pass
 
 log = structlog.get_logger()
 
-MAX_PART_ROWS, MAX_PART_BYTES, _PART_INTERVAL_S = 8_192, 64 * 1024 * 1024, 1.0
-_MAX_BUFFERED_ROWS = 8 * MAX_PART_ROWS
+_PART_INTERVAL_S = 1.0
+_MAX_BUFFERED_ROWS = 8 * parts.MAX_PART_ROWS
 """Maximum number of rows in memory: a wiretap's rows hold no bytes, and each byte on the wire may be a row."""
 WRITE_TIMEOUT_S = 30.0
 """Time to finish a part when a capture ends."""
@@ -51,43 +49,6 @@ _SWITCH_INTERVAL_S = 0.000_2
 def prefer_messages() -> None:
     """Let messages pass in this process without waiting long for the threads that check and write them."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-
-
-def build_schema() -> pa.Schema:
-    """Return the columns of a part."""
-    import pyarrow as pa
-
-    return pa.schema(
-        [
-            ("caller", pa.int32()),
-            ("callee", pa.int32()),
-            ("sender", pa.int32()),
-            ("direction", pa.dictionary(pa.int8(), pa.string())),
-            ("kind", pa.dictionary(pa.int8(), pa.string())),
-            ("stream", pa.int32()),
-            ("connection", pa.int32()),
-            ("method", pa.dictionary(pa.int16(), pa.string())),
-            ("wall_ns", pa.int64()),
-            ("mono_ns", pa.int64()),
-            ("size", pa.int64()),
-            ("payload", pa.binary()),
-            ("is_repeat", pa.bool_()),
-            ("run", pa.dictionary(pa.int8(), pa.string())),
-            ("world", pa.int8()),
-            ("replica", pa.int32()),
-        ]
-    )
-
-
-def format_part_name(number: int) -> str:
-    """Return the file name of a part; parts count from 1."""
-    return f"part-{number:06d}.parquet"
-
-
-def parse_part_number(name: str) -> int:
-    """Return the number of a part by its file name; 0 if it is not one."""
-    found = re.fullmatch(r"part-(\d{6,})\.parquet", name)
-    return 0 if found is None else int(found[1])
 
 
 @dataclass(slots=True)
@@ -223,7 +184,7 @@ class CaptureWriter:
             if row.kind == "ciphertext":
                 self.count_traffic(row.caller, row.callee, row.sender, row.size)
         self._buffered_bytes += len(row.payload)
-        if len(self._rows) >= MAX_PART_ROWS or self._buffered_bytes >= MAX_PART_BYTES:
+        if len(self._rows) >= parts.MAX_PART_ROWS or self._buffered_bytes >= parts.MAX_PART_BYTES:
             self._full.set()
 
     @property
@@ -276,7 +237,9 @@ class CaptureWriter:
     @property
     def is_behind(self) -> bool:
         """Return whether two full parts or very many rows are in memory: then messages arrive faster than the disk writes."""
-        return self.is_open and (self._buffered_bytes >= 2 * MAX_PART_BYTES or len(self._rows) >= _MAX_BUFFERED_ROWS)
+        return self.is_open and (
+            self._buffered_bytes >= 2 * parts.MAX_PART_BYTES or len(self._rows) >= _MAX_BUFFERED_ROWS
+        )
 
     async def wait_for_buffer(self) -> None:
         """Write now if the writer is behind."""
@@ -352,7 +315,7 @@ class CaptureWriter:
         """Keep unwritten rows if a remote store may come back, else end the capture."""
         reason = {"reason": str(error)} if isinstance(error, OSError) else describe_failure(error)
         held_rows = sum(rows for _, rows in self._due)
-        fits = sum(len(part) for part, _ in self._due) < 2 * MAX_PART_BYTES and held_rows < _MAX_BUFFERED_ROWS
+        fits = sum(len(part) for part, _ in self._due) < 2 * parts.MAX_PART_BYTES and held_rows < _MAX_BUFFERED_ROWS
         if self.is_open and fits and self.storage_folder.is_remote and isinstance(error, OSError):
             if not self._is_store_away:
                 log.error(
@@ -409,7 +372,9 @@ class CaptureWriter:
         """Check recorded rows, and write them in parts; runs in a thread."""
         known = self.checks.detection_count
         checked = self.checks.check_rows(rows)
-        self._due += ((self.encode_part(part), len(part)) for part in split_into_parts(checked))
+        self._due += (
+            (encode_part(part, self.run_id, self.world, self.replica), len(part)) for part in split_into_parts(checked)
+        )
         while self._due:
             self.storage_folder.write(format_part_name(self.part_count + 1), self._due[0][0])
             self.part_count += 1
@@ -419,21 +384,6 @@ class CaptureWriter:
             self._is_store_away = False
         if self.checks.detection_count > known:
             self._write_metadata()
-
-    def encode_part(self, rows: Sequence[CaptureRow]) -> bytes:
-        """Encode rows as a Parquet file."""
-        import pyarrow as pa
-
-        labels = (self.run_id, *(-1 if each is None else each for each in (self.world, self.replica)))
-        columns = [*zip(*rows, strict=True), *([label] * len(rows) for label in labels)]
-        table = pa.Table.from_arrays(
-            [pa.array(column, kind.type) for column, kind in zip(columns, build_schema(), strict=True)],
-            schema=build_schema(),
-        )
-        sink = pa.BufferOutputStream()
-        import_parquet().write_table(table, sink, compression="zstd")
-        content: bytes = sink.getvalue().to_pybytes()
-        return content
 
     def _write_metadata(self) -> None:
         facts = {
@@ -467,16 +417,6 @@ async def _run_to_end(work: Callable[[], None]) -> None:
         if (error := writing.exception()) is not None:  # more important than the cancellation: data is lost
             raise error from None
         raise
-
-
-def split_into_parts(rows: Sequence[CaptureRow]) -> Iterator[Sequence[CaptureRow]]:
-    """Split rows into parts of at most `MAX_PART_ROWS` rows, and `MAX_PART_BYTES` not counting the last row."""
-    begin, held = 0, 0
-    for end, row in enumerate(rows, 1):
-        held += len(row.payload)
-        if end - begin == MAX_PART_ROWS or held >= MAX_PART_BYTES or end == len(rows):
-            yield rows[begin:end]
-            begin, held = end, 0
 
 
 def _compute_participations(spec: Mapping[str, Any]) -> dict[int, Participation]:

@@ -17,8 +17,9 @@ import structlog
 from sottovoce_core.errors import CaptureError, PermissionDenied, SpecError
 from sottovoce_eavesdropper.capture_registry import CaptureRegistry
 from sottovoce_eavesdropper.capture_session import CaptureSession
-from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter, parse_part_number, prefer_messages
+from sottovoce_eavesdropper.capture_writer import WRITE_TIMEOUT_S, CaptureWriter, prefer_messages
 from sottovoce_eavesdropper.grpc_proxy import FINISH_TIMEOUT_S, MAX_PAYLOAD_BYTES
+from sottovoce_eavesdropper.parts import parse_part_number
 from sottovoce_eavesdropper.storage import Folder, open_folder, require_folder
 from sottovoce_eavesdropper.throughput import LoadMeter, combine_loads
 from sottovoce_eavesdropper.worker import JoiningWorker

@@ -24,7 +24,8 @@ import structlog
 from sottovoce_core.errors import SottovoceError, Unavailable
 from sottovoce_eavesdropper.capture_checks import CaptureRow, decode_rounds, encode_rounds
 from sottovoce_eavesdropper.capture_session import Participants, build_proxy
-from sottovoce_eavesdropper.capture_writer import CaptureWriter, prefer_messages, split_into_parts
+from sottovoce_eavesdropper.capture_writer import CaptureWriter, prefer_messages
+from sottovoce_eavesdropper.parts import encode_part, split_into_parts
 from sottovoce_eavesdropper.proxy import Proxy
 from sottovoce_eavesdropper.storage import Folder
 from sottovoce_eavesdropper.throughput import LoadMeter
@@ -109,7 +110,7 @@ class SendingWriter(CaptureWriter):
         part = WorkerPart(
             capture_id=self.capture_id,
             number=self.part_count,
-            content=self.encode_part(checked),
+            content=encode_part(checked, self.run_id, self.world, self.replica),
             rows=len(rows),
             unchecked_reason=checks.unchecked_reason or "",
             detections=[json.dumps(asdict(each)) for each in checks.first_detections],

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import CaptureError, EquivocationError, SpecError
-from sottovoce_eavesdropper import CAPTURE_FORMAT, capture_reader, capture_writer, part_reader, storage
+from sottovoce_eavesdropper import CAPTURE_FORMAT, capture_reader, capture_writer, parts, storage
 from sottovoce_eavesdropper.capture_reader import Capture, open_capture
 from sottovoce_eavesdropper.capture_session import CaptureSession, Participants, compute_sent_rounds
-from sottovoce_eavesdropper.capture_writer import build_schema
+from sottovoce_eavesdropper.parts import build_schema
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2
 from tests.services.capturing import METHOD, SHAPES, captured, conversation, encode_round, frame, hello, row
@@ -135,20 +135,20 @@ def part_files(folder: Path) -> list[Path]:
 
 
 async def test_parts_are_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_writer, "MAX_PART_ROWS", 4)
+    monkeypatch.setattr(parts, "MAX_PART_ROWS", 4)
     await captured(tmp_path, conversation(5))
     counts = [pq.ParquetFile(path).metadata.num_rows for path in part_files(tmp_path)]
     assert counts == [4, 4, 2]
-    monkeypatch.setattr(capture_writer, "MAX_PART_ROWS", 100)
-    monkeypatch.setattr(capture_writer, "MAX_PART_BYTES", 100)
-    assert [len(own) for own in capture_writer.split_into_parts([row(bytes(60)) for _ in range(5)])] == [2, 2, 1]
+    monkeypatch.setattr(parts, "MAX_PART_ROWS", 100)
+    monkeypatch.setattr(parts, "MAX_PART_BYTES", 100)
+    assert [len(own) for own in parts.split_into_parts([row(bytes(60)) for _ in range(5)])] == [2, 2, 1]
 
 
 WRITER = """
 import asyncio, sys
 from tests.services.capturing import captured, row, frame
 from sottovoce_eavesdropper import capture_writer as writing
-writing._PART_INTERVAL_S, writing.MAX_PART_ROWS = 0.05, 50
+writing._PART_INTERVAL_S, writing.parts.MAX_PART_ROWS = 0.05, 50
 async def main():
     file = await captured(sys.argv[1], [], close=False)
     task = asyncio.ensure_future(file.write_parts())
@@ -350,15 +350,15 @@ async def test_a_description_that_says_something_else_is_refused(tmp_path: Path,
 
 async def test_a_bomb_is_refused_by_its_footer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megabytes of zeros in a file of some kilobytes: refused before any of it is unpacked."""
-    monkeypatch.setattr(part_reader, "MAX_UNPACKED_BYTES", 8 * part_reader.MIB)
+    monkeypatch.setattr(parts, "MAX_UNPACKED_BYTES", 8 * parts.MIB)
     await captured(tmp_path, conversation(5))
-    rewritten(tmp_path, replaced("payload", pa.array([bytes(part_reader.MIB)] * 10, pa.binary())), use_dictionary=False)
-    assert (tmp_path / PART).stat().st_size < part_reader.MIB / 16
+    rewritten(tmp_path, replaced("payload", pa.array([bytes(parts.MIB)] * 10, pa.binary())), use_dictionary=False)
+    assert (tmp_path / PART).stat().st_size < parts.MIB / 16
     pool = pa.default_memory_pool()
     before = pool.bytes_allocated()
     with pytest.raises(CaptureError, match="must unpack to at most 8388608 bytes, its footer says 104"):
         open_capture(tmp_path).count_messages()
-    assert pool.bytes_allocated() - before < part_reader.MIB
+    assert pool.bytes_allocated() - before < parts.MIB
 
 
 async def test_a_long_value_said_often_is_refused_before_it_is_repeated(tmp_path: Path) -> None:
@@ -367,22 +367,22 @@ async def test_a_long_value_said_often_is_refused_before_it_is_repeated(tmp_path
     one = pq.read_table(tmp_path / PART).slice(0, 1)
     table = pa.concat_tables([one] * 5_000).combine_chunks()
     index = pa.array(np.zeros(5_000, np.int32))
-    long = pa.DictionaryArray.from_arrays(index, pa.array([bytes(part_reader.MIB)], pa.binary()))
+    long = pa.DictionaryArray.from_arrays(index, pa.array([bytes(parts.MIB)], pa.binary()))
     pq.write_table(table.set_column(table.column_names.index("payload"), "payload", long), tmp_path / PART)
     footer = pq.ParquetFile(tmp_path / PART).metadata
-    assert sum(footer.row_group(k).total_byte_size for k in range(footer.num_row_groups)) < 2 * part_reader.MIB
+    assert sum(footer.row_group(k).total_byte_size for k in range(footer.num_row_groups)) < 2 * parts.MIB
     pool = pa.default_memory_pool()
     with pytest.raises(CaptureError, match="must unpack to at most"):
         list(open_capture(tmp_path).read_batches())
-    assert pool.bytes_allocated() < 64 * part_reader.MIB
+    assert pool.bytes_allocated() < 64 * parts.MIB
 
 
 async def test_too_many_rows_and_too_large_a_file_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await captured(tmp_path, conversation(5))
-    monkeypatch.setattr(part_reader, "MAX_ROWS", 9)
+    monkeypatch.setattr(parts, "MAX_ROWS", 9)
     with pytest.raises(CaptureError, match="at most 9 rows"):
         open_capture(tmp_path).count_messages()
-    monkeypatch.setattr(part_reader, "MAX_FILE_BYTES", 100)
+    monkeypatch.setattr(parts, "MAX_FILE_BYTES", 100)
     with pytest.raises(CaptureError, match="at most 100 bytes"):
         open_capture(tmp_path).count_messages()
 
@@ -494,7 +494,7 @@ async def test_memory_does_not_grow_with_what_is_repeated(tmp_path: Path) -> Non
     await captured(tmp_path, rows)
     capture: Capture = open_capture(tmp_path)
     sizes = [batch.num_rows for batch in capture.read_batches(("payload",))]
-    assert max(sizes) <= part_reader.BATCH_ROWS
+    assert max(sizes) <= parts.BATCH_ROWS
     assert sum(sizes) == 8_000
     assert capture.read_transcript(SHAPES, 2).rounds == 40
 

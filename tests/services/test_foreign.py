@@ -32,10 +32,11 @@ from sottovoce_client.auditing.foreign_audit import _load_noise_claims, audit_fo
 from sottovoce_client.auditing.foreign_runs import ForeignRequest, RunBoundary, load_decoder, read_runs
 from sottovoce_client.cli import app
 from sottovoce_core.errors import CaptureError, SpecError, Unavailable
-from sottovoce_eavesdropper import capture_writer
 from sottovoce_eavesdropper import grpc_proxy as forwarding
+from sottovoce_eavesdropper import parts
 from sottovoce_eavesdropper.capture_checks import CaptureRow
 from sottovoce_eavesdropper.capture_reader import open_capture
+from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from sottovoce_eavesdropper.grpc_proxy import StandaloneProxy, StandaloneProxyConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "foreign.md"
@@ -263,7 +264,7 @@ def test_a_decoder_that_is_not_there(example: dict[str, Any], name: str) -> None
 
 def test_what_a_run_is_may_be_said_by_the_client(tmp_path: Path) -> None:
     """Two connections from one port, a pause between them; and a client whose metadata name its run."""
-    file = capture_writer.CaptureWriter(tmp_path / "c", "c", "", "{}", world=0)
+    file = CaptureWriter(tmp_path / "c", "c", "", "{}", world=0)
 
     def call(stream: int, connection: int, second: float, *named: str) -> None:
         told = json.dumps({"method": "/a/B", "metadata": [["run", name] for name in named]}).encode()
@@ -293,7 +294,7 @@ def test_what_a_run_is_may_be_said_by_the_client(tmp_path: Path) -> None:
 
 def test_frames_belong_to_connections(tmp_path: Path) -> None:
     """Not to a stream, or to a run that metadata name; and a connection without a call is no run."""
-    file = capture_writer.CaptureWriter(tmp_path / "c", "c", "", "{}", world=0)
+    file = CaptureWriter(tmp_path / "c", "c", "", "{}", world=0)
     told = json.dumps({"method": "/a/B", "metadata": [["run", "first"]]}).encode()
     unknown = bytes.fromhex("000001530000000000ff")
     for kind, stream, connection, payload in (
@@ -425,7 +426,7 @@ async def test_a_refusal_passes_unchanged(tmp_path: Path) -> None:
 
 async def test_streams_and_messages_of_many_mebibytes_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than is held in memory: the wire waits for the disk."""
-    monkeypatch.setattr(capture_writer, "MAX_PART_BYTES", 4 * 2**20)
+    monkeypatch.setattr(parts, "MAX_PART_BYTES", 4 * 2**20)
     large = [bytes([k]) * (6 * 2**20) for k in range(4)]
     async with (
         served(tmp_path) as (address, _, relay),

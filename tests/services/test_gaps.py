@@ -34,9 +34,9 @@ from sottovoce_eavesdropper import service as eavesdropping
 from sottovoce_eavesdropper.capture_checks import CaptureChecks, CaptureRow, Gaps
 from sottovoce_eavesdropper.capture_reader import Capture, open_capture
 from sottovoce_eavesdropper.capture_session import resume_capture
-from sottovoce_eavesdropper.capture_writer import CaptureWriter, parse_part_number
+from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from sottovoce_eavesdropper.grpc_proxy import GrpcProxy
-from sottovoce_eavesdropper.part_reader import read_part
+from sottovoce_eavesdropper.parts import parse_part_number, read_part
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import Folder
 from sottovoce_learner import mirror as mirrors

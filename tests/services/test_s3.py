@@ -23,8 +23,9 @@ from sottovoce_client.runs.feeder import feed
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_eavesdropper import capture_writer
+from sottovoce_eavesdropper import parts as capture_parts
 from sottovoce_eavesdropper.capture_reader import Capture, find_captures, open_capture
-from sottovoce_eavesdropper.capture_writer import format_part_name, parse_part_number
+from sottovoce_eavesdropper.parts import format_part_name, parse_part_number
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_rpc.codec import RoundCodec
@@ -58,7 +59,7 @@ async def store() -> AsyncIterator[Store]:
 
 async def test_what_is_written_there_is_read_there(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     let(monkeypatch, store.writer, store.endpoint)
-    monkeypatch.setattr(capture_writer, "MAX_PART_ROWS", 4)
+    monkeypatch.setattr(capture_parts, "MAX_PART_ROWS", 4)
     await captured(f"{PLACE}/one", conversation(5))
     let(monkeypatch, store.reader, store.endpoint)
     (capture,) = await asyncio.to_thread(lambda: list(find_captures(open_folder(PLACE))))

@@ -17,7 +17,7 @@ from sottovoce_core.auditing.online.noise_history import MAX_TABLE_KEYS, KeyTabl
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.yaml_files import parse_yaml
 from sottovoce_eavesdropper.capture_reader import Capture, open_capture
-from sottovoce_eavesdropper.capture_writer import parse_part_number
+from sottovoce_eavesdropper.parts import parse_part_number
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.error_status import convert_status_error

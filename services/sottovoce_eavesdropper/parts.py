@@ -1,24 +1,30 @@
-"""Reader of the Parquet files of a capture: untrusted or truncated input, read with bounded memory and time.
+"""Parts of a capture: their columns, names and limits, written and read as Parquet files.
 
-The footer is checked against the limits before anything else is read. It may be forged, so texts and payloads stay dictionaries
-until their true lengths are added up: a file of a few bytes can repeat one long value a million times.
+Columns: those of a `CaptureRow`, and `run, world, replica`, which are equal in all rows of a capture.
+
+What is read may be untrusted or truncated: memory and time are bounded. The footer is checked against the limits before anything
+else is read. It may be forged, so texts and payloads stay dictionaries until their true lengths are added up: a file of a few
+bytes can repeat one long value a million times.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.runs.transcript import import_parquet
-from sottovoce_eavesdropper.capture_writer import build_schema
+from sottovoce_eavesdropper.capture_checks import CaptureRow
 from sottovoce_eavesdropper.storage import Folder
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 MIB = 1024 * 1024
+MAX_PART_ROWS, MAX_PART_BYTES = 8_192, 64 * MIB
+"""Limits of a part that is written: rows, and bytes of their payloads not counting the last row."""
 MAX_FILE_BYTES = 256 * MIB
 """Maximum bytes of a part on disk."""
 MAX_UNPACKED_BYTES = 256 * MIB
@@ -30,6 +36,69 @@ BATCH_ROWS = 1_024
 """Number of rows unpacked at a time."""
 
 _FOOTER = {"thrift_string_size_limit": 16 * MIB, "thrift_container_size_limit": 65_536}
+
+
+def build_schema() -> pa.Schema:
+    """Return the columns of a part."""
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            ("caller", pa.int32()),
+            ("callee", pa.int32()),
+            ("sender", pa.int32()),
+            ("direction", pa.dictionary(pa.int8(), pa.string())),
+            ("kind", pa.dictionary(pa.int8(), pa.string())),
+            ("stream", pa.int32()),
+            ("connection", pa.int32()),
+            ("method", pa.dictionary(pa.int16(), pa.string())),
+            ("wall_ns", pa.int64()),
+            ("mono_ns", pa.int64()),
+            ("size", pa.int64()),
+            ("payload", pa.binary()),
+            ("is_repeat", pa.bool_()),
+            ("run", pa.dictionary(pa.int8(), pa.string())),
+            ("world", pa.int8()),
+            ("replica", pa.int32()),
+        ]
+    )
+
+
+def format_part_name(number: int) -> str:
+    """Return the file name of a part; parts count from 1."""
+    return f"part-{number:06d}.parquet"
+
+
+def parse_part_number(name: str) -> int:
+    """Return the number of a part by its file name; 0 if it is not one."""
+    found = re.fullmatch(r"part-(\d{6,})\.parquet", name)
+    return 0 if found is None else int(found[1])
+
+
+def split_into_parts(rows: Sequence[CaptureRow]) -> Iterator[Sequence[CaptureRow]]:
+    """Split rows into parts of at most `MAX_PART_ROWS` rows, and `MAX_PART_BYTES` not counting the last row."""
+    begin, held = 0, 0
+    for end, row in enumerate(rows, 1):
+        held += len(row.payload)
+        if end - begin == MAX_PART_ROWS or held >= MAX_PART_BYTES or end == len(rows):
+            yield rows[begin:end]
+            begin, held = end, 0
+
+
+def encode_part(rows: Sequence[CaptureRow], run_id: str, world: int | None, replica: int | None) -> bytes:
+    """Encode rows of a run as a Parquet file, with the labels of the capture in an audit; None if there are none."""
+    import pyarrow as pa
+
+    labels = (run_id, *(-1 if each is None else each for each in (world, replica)))
+    columns = [*zip(*rows, strict=True), *([label] * len(rows) for label in labels)]
+    table = pa.Table.from_arrays(
+        [pa.array(column, kind.type) for column, kind in zip(columns, build_schema(), strict=True)],
+        schema=build_schema(),
+    )
+    sink = pa.BufferOutputStream()
+    import_parquet().write_table(table, sink, compression="zstd")
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
 
 
 def read_part(folder: Folder, name: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
