@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -17,7 +18,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,18 +53,29 @@ LEARNERS = (5, 50, 200, 1_000)
 GRAPHS = ("ring", "regular", "random")
 POLICY = {"epsilon_per_run": None, "epsilon_per_month": None, "guarantees": {"threat_model": "output"}}
 
-console = Console() if sys.stdout.isatty() else Console(width=130)
+console = Console() if sys.stdout.isatty() else Console(width=150)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Case of the benchmark: learners, graph, host processes, measured rounds, whether the coordinator stores its state."""
+    """Case of the benchmark.
+
+    Attributes:
+        learners, graph: number of learners, and their communication graph.
+        hosts: processes that share them.
+        rounds: measured rounds.
+        state: the coordinator stores its state.
+        capture: kind of capture, `none` for no eavesdropper.
+        workers: processes of the eavesdropper that serve its relays; 0: its own.
+    """
 
     learners: int
     graph: str
     hosts: int
     rounds: int
     state: bool
+    capture: str = "none"
+    workers: int = 0
 
     @property
     def total_rounds(self) -> int:
@@ -83,7 +95,7 @@ class Sample:
     Attributes:
         listening_s, joined_s, running_s: seconds from the start until all learners listen, all are in the run, one round is done.
         rounds_per_s: rate of the run.
-        host_us, coordinator_us: CPU microseconds per learner-round.
+        host_us, coordinator_us, eavesdropper_us: CPU microseconds per learner-round.
         memory_mb: resident memory of the hosts per learner.
         descriptors: file descriptors of the hosts per learner.
         start_blocked_ms, blocked_ms: longest turn of the coordinator's event loop (CPU time) until the first round, and later.
@@ -97,6 +109,7 @@ class Sample:
     rounds_per_s: float
     host_us: float
     coordinator_us: float
+    eavesdropper_us: float
     memory_mb: float
     descriptors: float
     start_blocked_ms: float
@@ -119,6 +132,7 @@ def build_spec(case: Case) -> RunSpec:
         "topology": {"graph": "ring"},
         "clock": {"mode": "free", "window": min(WINDOW, 65_536 // case.learners), "deadline_s": DEADLINE_S},
         "durability": "process",
+        "capture": case.capture,
     }
     if case.graph == "regular":
         edges = nx.random_regular_graph(min(4, case.learners - 1), case.learners, seed=1).edges
@@ -165,9 +179,9 @@ class Child:
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds used until now."""
-        times = self.info.cpu_times()
-        return float(times.user + times.system)
+        """CPU seconds used until now, by its own processes, too."""
+        times = [each.cpu_times() for each in (self.info, *self.info.children(recursive=True))]
+        return float(sum(each.user + each.system for each in times))
 
     async def blocked_ms(self) -> float:
         """Ask a coordinator for the longest turn of its event loop since the last request."""
@@ -195,7 +209,7 @@ async def start_child(*command: str, log: Path) -> AsyncIterator[Child]:
             await process.wait()
 
 
-async def serve_coordinator(state: str) -> None:
+async def serve_coordinator(state: str, eavesdropper: str | None) -> None:
     """Run the coordinator in this process, and measure the turns of its event loop."""
     loop, longest, before = asyncio.get_running_loop(), 0.0, time.thread_time()
 
@@ -213,7 +227,7 @@ async def serve_coordinator(state: str) -> None:
     loop.call_soon(beat)
     loop.add_signal_handler(signal.SIGUSR1, report)
     configure_logs("warning")
-    await serve(CoordinatorConfig(state=Path(state) if state else None))
+    await serve(CoordinatorConfig(state=Path(state) if state else None, eavesdropper=eavesdropper))
 
 
 # ---- measuring -------------------------------------------------------------------------------------------
@@ -229,6 +243,9 @@ async def measure(case: Case, folder: Path) -> Sample:
     async with contextlib.AsyncExitStack() as stack:
         state = str(folder / "coordinator") if case.state else ""
         own = [OWN, "--serve", state]
+        eavesdroppers = [await stack.enter_async_context(each) for each in start_eavesdropper(case, folder)]
+        for each in eavesdroppers:
+            own += ["--eavesdropper", (await each.read_line())["address"]]
         coordinator = await stack.enter_async_context(start_child(*own, log=folder / "coordinator.log"))
         address = (await coordinator.read_line())["address"]
         hosts = [await stack.enter_async_context(each) for each in start_hosts(case, folder, address)]
@@ -253,21 +270,30 @@ async def measure(case: Case, folder: Path) -> Sample:
         running = time.monotonic() - began
         at_start = await coordinator.blocked_ms()
         await wait_for_rounds(stub, case.warmup, feeding)
-        before, at, t = (
-            [coordinator.cpu_s, *(host.cpu_s for host in hosts)],
-            time.monotonic(),
-            await get_rounds_done(stub),
-        )
+        roles = hosts, [coordinator], eavesdroppers
+        before, at, t = measure_processors(roles), time.monotonic(), await get_rounds_done(stub)
         end = await wait_for_rounds(stub, case.total_rounds - 1, feeding)
-        seconds, used = time.monotonic() - at, [coordinator.cpu_s, *(host.cpu_s for host in hosts)]
+        seconds, used = time.monotonic() - at, measure_processors(roles)
         if not (rounds := end - t):
             raise SottovoceError(f"the run must outlast its measurement: {case.total_rounds} rounds are too few")
         blocked = await coordinator.blocked_ms()
         spent = [1e6 * (now - then) / rounds / case.learners for now, then in zip(used, before, strict=True)]
         memory = sum(host.info.memory_info().rss for host in hosts) / 2**20
         descriptors = sum(host.info.num_fds() for host in hosts)
-        numbers = (rounds / seconds, sum(spent[1:]), spent[0], memory / case.learners, descriptors / case.learners)
+        numbers = (rounds / seconds, *spent, memory / case.learners, descriptors / case.learners)
         return Sample(case, listening, joined, running, *numbers, at_start, blocked, os.getloadavg()[0])
+
+
+def measure_processors(roles: Iterable[Sequence[Child]]) -> list[float]:
+    """Return the CPU seconds of each role's processes."""
+    return [sum(each.cpu_s for each in processes) for processes in roles]
+
+
+def start_eavesdropper(case: Case, folder: Path) -> list[contextlib.AbstractAsyncContextManager[Child]]:
+    """Build the context manager of an eavesdropper, if the case has one."""
+    command = ["-m", "sottovoce_client", "eavesdropper", "--listen", "127.0.0.1:0", "--log-level", "warning"]
+    command += ["--folder", str(folder / "captures"), "--workers", str(case.workers), "--allow-imports"]
+    return [] if case.capture == "none" else [start_child(*command, log=folder / "eavesdropper.log")]
 
 
 def start_hosts(case: Case, folder: Path, coordinator: str) -> list[contextlib.AbstractAsyncContextManager[Child]]:
@@ -314,15 +340,19 @@ def build_table(samples: Sequence[Sample]) -> Table:
     """Build the table, one line per sample."""
     table = Table(title="Learners of one process", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     heads = ("learners", "graph", "hosts", "listen s", "joined s", "running s", "rounds/s", "host us", "coord us")
+    heads = ("capture", *heads, "eaves us")
     for head in (*heads, "MB", "fds", "block start ms", "block ms", "load"):
         table.add_column(head, justify="right", no_wrap=True)
     for s in samples:
         facts = (s.listening_s, s.joined_s, s.running_s, s.rounds_per_s)
-        rest = [f"{s.host_us:.0f}", f"{s.coordinator_us:.0f}", f"{s.memory_mb:.2f}", f"{s.descriptors:.1f}"]
+        rest = [f"{each:.0f}" for each in (s.host_us, s.coordinator_us, s.eavesdropper_us)]
+        rest += [f"{s.memory_mb:.2f}", f"{s.descriptors:.1f}"]
         rest += [f"{s.start_blocked_ms:.0f}", f"{s.blocked_ms:.0f}", f"{s.load:.1f}"]
-        table.add_row(str(s.case.learners), s.case.graph, str(s.case.hosts), *(f"{each:.1f}" for each in facts), *rest)
+        capture = s.case.capture if not s.case.workers else f"{s.case.capture}-{s.case.workers}"
+        own = capture, str(s.case.learners), s.case.graph, str(s.case.hosts)
+        table.add_row(*own, *(f"{each:.1f}" for each in facts), *rest)
     table.caption = (
-        "host us, coord us: CPU microseconds per learner-round. MB, fds: memory and file descriptors of the hosts per learner. "
+        "host, coord, eaves us: CPU microseconds a learner-round. MB, fds: memory and file descriptors of the hosts a learner. "
         "block: longest turn of the coordinator's event loop, CPU milliseconds, until the first round and after it"
     )
     table.caption_justify = "left"
@@ -339,12 +369,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--rounds", type=int, help="measured rounds (default: 50000 learner-rounds, 100 to 10000 rounds)"
     )
     parser.add_argument("--state", action="store_true", help="the coordinator stores its state: every lease is synced")
+    captures = ("none", "mirror", "relay")
+    parser.add_argument("--capture", choices=captures, nargs="+", default=["none"], help="kinds of captures, in turn")
+    parser.add_argument("--workers", type=int, default=0, help="processes of the eavesdropper for relays (default: 0)")
     parser.add_argument(
         "--quick", action="store_true", help="5 and 20 learners, few rounds, to test the benchmark itself"
     )
     parser.add_argument("--folder", type=Path, help="folder of the states (default: a temporary one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to a file")
     parser.add_argument("--serve", metavar="STATE", help=argparse.SUPPRESS)
+    parser.add_argument("--eavesdropper", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.quick:
         options.learners, options.rounds = [5, 20], 200
@@ -360,14 +394,14 @@ def main() -> int:
     """Run the benchmark, print the results, and return 1 if a case failed."""
     options = parse_arguments()
     if options.serve is not None:
-        asyncio.run(serve_coordinator(options.serve))
+        asyncio.run(serve_coordinator(options.serve, options.eavesdropper))
         return 0
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # this process feeds all learners
     samples, failed = list[Sample](), 0
-    for learners in options.learners:
+    for learners, capture in itertools.product(options.learners, options.capture):
         rounds = options.rounds or min(max(50_000 // learners, 100), 10_000)
-        case = Case(learners, options.graph, options.hosts, rounds, options.state)
+        case = Case(learners, options.graph, options.hosts, rounds, options.state, capture, options.workers)
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             try:
                 samples.append(asyncio.run(measure(case, Path(folder))))
