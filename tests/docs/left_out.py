@@ -48,6 +48,8 @@ NOT_RUN: dict[str, dict[str, Why]] = {
     "docs/eavesdropper.md": {
         "pip install": Why.INSTALLED,
         "sottovoce eavesdropper --folder s3": Why.ELSEWHERE,
+        "sottovoce eavesdropper --remote-workers": Why.ELSEWHERE,
+        "sottovoce eavesdropper --join": Why.ELSEWHERE,
         "sottovoce transcript show s3": Why.ELSEWHERE,
     },
     "docs/feeding.md": {
