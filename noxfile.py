@@ -41,8 +41,9 @@ SAME_LIBRARIES = {
 """Tests of what our code decides, by folder: the calls of libraries that they reach are in other tests, too.
 
 Runs that die, are resumed, share a coordinator or sign their rounds call gRPC and cryptography as `services/test_run.py` and
-`rpc/test_signatures.py` do, and relays hpack and hyperframe as `services/test_http2.py` does; audits call NumPy, SciPy and scikit-learn as `core/test_audit.py` does; pages and tables are those of
-`client/test_report.py`, `client/test_results.py` and `client/test_sweep.py`.
+`rpc/test_signatures.py` do, and relays hpack and hyperframe as `services/test_http2.py` does; audits call NumPy, SciPy and
+scikit-learn as `core/test_audit.py` does; pages and tables are those of `client/test_report.py`, `client/test_results.py` and
+`client/test_sweep.py`.
 """
 LOWEST += [f"--ignore=tests/{folder}/test_{name}.py" for folder, names in SAME_LIBRARIES.items() for name in names]
 TORCH_TESTS = ["tests/core/test_torch_loss.py", "tests/lab/test_inversion.py", "tests/lab/test_gallery.py"]
