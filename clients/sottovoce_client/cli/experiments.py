@@ -12,13 +12,17 @@ from sottovoce_client.cli.app import (
     MAX_JOBS,
     BackendName,
     CalibrationTarget,
+    CheckpointList,
     ExportFormats,
+    MetricNames,
     ResultDelta,
     SpecFile,
     WarningPrinter,
     app,
     make_results_folder,
     make_results_option,
+    parse_checkpoints,
+    parse_metrics,
 )
 from sottovoce_core.errors import SpecError
 
@@ -45,6 +49,8 @@ def sweep(
     jobs: Annotated[
         int | None, typer.Option(min=1, max=MAX_JOBS, help="Number of concurrent jobs.", show_default="one per core")
     ] = None,
+    metrics: MetricNames = "",
+    checkpoints: CheckpointList = "1",
     export: ExportFormats = "",
     out: Annotated[Path | None, make_results_option("sweep")] = None,
 ) -> None:
@@ -65,6 +71,7 @@ def sweep(
         raise SpecError(f"--set must name each field once, with all its values, got {', '.join(changes)}")
     options: dict[str, Any] = {"seed": seed, "vary_data": vary_data, "target": target, "delta": delta}
     options |= {"backend": backend, "jobs": jobs}
+    options |= {"metrics": parse_metrics(metrics), "checkpoints": parse_checkpoints(checkpoints)}
     experiment = load(spec)
     folder = make_results_folder("sweep", out, RESULT_FILE_NAMES)
     with terminal.show_progress_bar("simulating") as report:
