@@ -19,7 +19,7 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import Experiment, require_count, resolve_experiment
 from sottovoce_core.noise import NoiseSource, RecordedNoise, SeededNoise
 from sottovoce_core.privacy.guarantee import ThreatModel
-from sottovoce_core.results import Result, Results, collect_facts
+from sottovoce_core.results import InterruptedSimulation, Result, Results, collect_facts
 from sottovoce_core.runs.metrics import CHECKPOINTS, Curves, Metrics
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.simulator import SimulatedRound
@@ -101,6 +101,7 @@ def simulate(
             not cover its rounds; or SciPy, which regrets and tracking errors need, is not installed.
         DataError: its data cannot be used.
         CaptureError: the noise file cannot be read.
+        InterruptedSimulation: Ctrl-C after the first checkpoint; its `results` have the checkpoints until then.
 
     >>> from sottovoce_core.experiment import Experiment
     >>> result = simulate(Experiment(rounds=10, algorithm="ldp-dol"), replicas=3, seed=1, transcript=True)
@@ -119,14 +120,19 @@ def simulate(
         measured = Metrics(run, data, metrics=None if metrics is True else metrics, checkpoints=checkpoints)
     kept_fields: dict[str, FloatArray] = {}
     decisions = np.empty(0)
-    for step in iterate_rounds(run, data, resolve_noise(noise, seed, run), replicas):
-        if transcript:
-            _store_round(kept_fields, step, run.spec.rounds)
-        if measured is not None:
-            measured.add_round(step)
-        if progress is not None:
-            progress(step)
-        decisions = step.decisions_after
+    try:
+        for step in iterate_rounds(run, data, resolve_noise(noise, seed, run), replicas):
+            if transcript:
+                _store_round(kept_fields, step, run.spec.rounds)
+            if measured is not None:
+                measured.add_round(step)
+            if progress is not None:
+                progress(step)
+            decisions = step.decisions_after
+    except KeyboardInterrupt:
+        if measured is None or not measured.has_measured:
+            raise
+        raise InterruptedSimulation(Simulation(experiment, decisions, measured.curves, None).results) from None
     curves = None if measured is None else measured.curves
     return Simulation(experiment, decisions, curves, Transcript(kept_fields) if transcript else None)
 

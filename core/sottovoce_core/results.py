@@ -226,6 +226,19 @@ class Results:
             draft.replace(path)
 
 
+class InterruptedSimulation(KeyboardInterrupt):
+    """Ctrl-C during simulations, with the results until then.
+
+    Attributes:
+        results: of one simulation, the checkpoints until then; of several, the simulations that were complete. Epsilons are those
+            of the whole runs.
+    """
+
+    def __init__(self, results: Results) -> None:
+        super().__init__("simulations were interrupted; `results` has what was complete")
+        self.results = results
+
+
 def _iterate_columns(result: Result) -> Iterator[tuple[Any, ...]]:
     """Yield the columns of the rows of a run, for each metric: of the network, then of its learners."""
     facts, rounds = result.facts, result.curves.rounds

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from sottovoce_client import terminal
 from sottovoce_client.atomic_files import write_text
-from sottovoce_client.formatting import MISSING_VALUE, format_count, format_number, format_with_error
+from sottovoce_client.formatting import MISSING_VALUE, format_count, format_number, format_with_error, pluralize
 from sottovoce_client.reports.figure import Figure
 from sottovoce_client.reports.page import Page, PageColumn, PageTable
 from sottovoce_client.reports.plot_elements import PALETTE
@@ -26,7 +26,7 @@ from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.experiment import Experiment, PreparedRun, load, require_count, resolve_experiment
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.results import RESULT_FILE_NAMES, Result, Results, collect_facts
+from sottovoce_core.results import RESULT_FILE_NAMES, InterruptedSimulation, Result, Results, collect_facts
 from sottovoce_core.runs.metrics import (
     CHECKPOINTS,
     DEFAULT_METRICS,
@@ -136,6 +136,7 @@ def compare_to_folder(
 ) -> int:
     """Run all specs, print a table, and write the results, `compare.md`, `compare.html`, and files for papers.
 
+    Ctrl-C keeps the complete specs.
     A spec that cannot be run is reported and skipped; the exit code is then 1. It is 3 if the page or a file cannot be written.
 
     Args:
@@ -153,6 +154,7 @@ def compare_to_folder(
     """
     console = console or terminal.create_console()
     runs, failures, first, code = [], [], None, 0
+    is_interrupted = False
     names = make_spec_names([source for source, _ in sources])
     for k, ((source, load_one), name) in enumerate(zip(sources, names, strict=True), 1):
         try:
@@ -172,6 +174,12 @@ def compare_to_folder(
                         checkpoints=checkpoints,
                     )
                 )
+        except KeyboardInterrupt:
+            if not runs:
+                raise
+            is_interrupted = True
+            terminal.print_notice(f"results of {pluralize(len(runs), 'spec')} of {len(sources)} are kept: {folder}")
+            break
         except (SottovoceError, ArithmeticError, ValueError) as error:  # user-defined algorithms may raise these
             failures.append({"spec": source, "error": str(error)})
             console.out(f"{source}: {error}", highlight=False, style="red" if console.is_terminal else None)
@@ -193,6 +201,8 @@ def compare_to_folder(
         code = terminal.attempt("a file of --export", files) or code
         documents = [{**asdict(each.facts), "metrics": get_final_metrics(each.curves)} for each in runs]
         terminal.print_json_if_requested(lambda: {"folder": folder, "runs": documents, "failures": failures})
+    if is_interrupted:
+        raise KeyboardInterrupt
     return 1 if failures else code
 
 
@@ -383,8 +393,9 @@ def compare(
         A run per experiment. `summary()` has a row for each run and metric; `runs[k].facts` has the guarantee of the k-th.
 
     Raises:
-        SpecError: Names are not unique, records differ, or an experiment cannot be run.
+        SpecError: Names are not unique, records differ, or an experiment cannot be run or measured.
         DataError: The data cannot be used.
+        InterruptedSimulation: Ctrl-C after the first experiment; its `results` have the complete ones.
 
     >>> from sottovoce_core.experiment import Experiment
     >>> noisy = Experiment(rounds=5, learners=3, algorithm={"name": "ldp-dol", "sigma": 4.0})
@@ -407,9 +418,12 @@ def compare(
     for _, each in named:  # before the first is simulated
         select_metrics(each.run.loss, each.records, metrics)
         resolve_checkpoints(each.rounds, checkpoints)
-    return Results(
-        tuple(
-            simulate_and_measure(name, each, replicas, seed, metrics=metrics, checkpoints=checkpoints)
-            for name, each in named
-        )
-    )
+    runs: list[Result] = []
+    try:
+        for name, each in named:
+            runs.append(simulate_and_measure(name, each, replicas, seed, metrics=metrics, checkpoints=checkpoints))
+    except KeyboardInterrupt:
+        if not runs:
+            raise
+        raise InterruptedSimulation(Results(tuple(runs))) from None
+    return Results(tuple(runs))

@@ -21,7 +21,7 @@ from sottovoce_core.api import Simulation, resolve_noise, simulate
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import Experiment
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce_core.results import Results
+from sottovoce_core.results import InterruptedSimulation, Results
 from sottovoce_core.runs.metrics import CHECKPOINTS, Curves
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.simulator import SimulatedRound
@@ -129,6 +129,7 @@ def simulate_to_folder(
                 noise_writer.write(step)
             report("simulating", step.t + 1, spec.rounds, "rounds")
 
+        files.enter_context(_keep_interrupted_results(folder, experiment, seed, recorded_noise))
         done = simulate(
             experiment,
             replicas,
@@ -155,6 +156,22 @@ def simulate_to_folder(
         results.write(folder, seed=seed)
         _print_metrics(done.curves)
     return done
+
+
+@contextmanager
+def _keep_interrupted_results(
+    folder: Path, experiment: Experiment, seed: int, recorded_noise: Path | None
+) -> Iterator[None]:
+    """Write the results of the checkpoints until then if Ctrl-C ends the block."""
+    try:
+        yield
+    except InterruptedSimulation as interrupt:
+        results = interrupt.results if recorded_noise is None else _remove_guarantee(interrupt.results)
+        write_text(folder / "spec.yaml", dump_spec(experiment.run.spec, folder))
+        results.write(folder, seed=seed)
+        last, rounds = int(results.runs[0].curves.rounds[-1]), experiment.run.spec.rounds
+        terminal.print_notice(f"results until round {last:,} of {rounds:,} are kept: {folder}")
+        raise
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from sottovoce_core.auditing.worlds import ProgressCallback, discard_progress
 from sottovoce_core.data.catalogue import get_data_folders
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.experiment import Experiment, PreparedRun, prepare, require_count, resolve_experiment
-from sottovoce_core.results import Result, Results, collect_facts
+from sottovoce_core.results import InterruptedSimulation, Result, Results, collect_facts
 from sottovoce_core.runs.metrics import Curves, resolve_checkpoints, select_metrics
 from sottovoce_core.runs.simulator import SimulatedRound
 
@@ -84,6 +84,7 @@ def sweep(
             or a package that the backend or the metrics need is not installed.
         Unavailable: The cluster does not answer.
         DataError: The data cannot be used.
+        InterruptedSimulation: Ctrl-C after the first combination; its `results` have the complete ones.
 
     >>> from sottovoce_core.experiment import Experiment
     >>> experiment = Experiment(rounds=5, learners=3, algorithm="ldp-dol")
@@ -136,8 +137,14 @@ def sweep_with_progress(
         _make_jobs(one, setting, replicas, seed, metrics, checkpoints, vary_data=vary_data)
         for one, setting in zip(each, settings, strict=True)
     ]
-    found = iter(_run_jobs(list(itertools.chain(*job_lists)), backend, jobs, progress, report))
-    return Results(tuple(_join(list(itertools.islice(found, len(each)))) for each in job_lists))
+    found: list[Result] = []
+    try:
+        _run_jobs(list(itertools.chain(*job_lists)), backend, jobs, progress, report, found)
+    except KeyboardInterrupt:
+        if not (complete := _join_complete(found, job_lists)).runs:
+            raise
+        raise InterruptedSimulation(complete) from None
+    return _join_complete(found, job_lists)
 
 
 def equalise(experiment: Experiment, target: float | None, delta: float) -> Experiment:
@@ -195,9 +202,14 @@ def _make_jobs(
 
 
 def _run_jobs(
-    work: Sequence[_Job], backend: Backend, jobs: int | None, progress: CountCallback | None, report: ProgressReporter
-) -> Sequence[Result]:
-    found = []
+    work: Sequence[_Job],
+    backend: Backend,
+    jobs: int | None,
+    progress: CountCallback | None,
+    report: ProgressReporter,
+    found: list[Result],
+) -> None:
+    """Run the jobs in order, and append their results to `found`: after an interrupt it has those until then."""
     with open_mapper(backend, jobs) as mapper:
         for each in map_with_progress(
             mapper, lambda job: job.rounds, lambda done, total: report("simulating", done, total, "rounds")
@@ -205,7 +217,6 @@ def _run_jobs(
             found.append(each)
             if progress is not None:
                 progress(len(found), len(work))
-    return found
 
 
 def _run_job(job: _Job) -> Result:
@@ -231,6 +242,13 @@ def _run_job(job: _Job) -> Result:
         raise
     (run,) = done.results.runs
     return Result(collect_facts(job.experiment.prepared_run, job.experiment.name, job.changes), run.curves)
+
+
+def _join_complete(found: Sequence[Result], job_lists: Sequence[Sequence[_Job]]) -> Results:
+    """Join the results of each combination, as far as all of its jobs have one."""
+    ends = list(itertools.accumulate(map(len, job_lists)))
+    starts = [0, *ends[:-1]]
+    return Results(tuple(_join(found[start:end]) for start, end in zip(starts, ends, strict=True) if end <= len(found)))
 
 
 def _join(runs: Sequence[Result]) -> Result:

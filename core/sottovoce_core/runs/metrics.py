@@ -418,6 +418,11 @@ class Metrics:
                 self._prequential.measure()
 
     @property
+    def has_measured(self) -> bool:
+        """True after the first checkpoint."""
+        return bool(self._measured)
+
+    @property
     def curves(self) -> Curves:
         """Measurements so far."""
         names = self._names if self._measured else ()
