@@ -19,7 +19,7 @@ for title, algorithm in ALGORITHMS.items():
     )
     experiment = sv.calibrate(plain, EPSILON)  # accuracies are comparable only with the same guarantee
     # With the same seed, equal noise requests of both get equal noise.
-    final = sv.simulate(experiment, REPLICAS, seed=1, metrics=[ROUNDS]).results.summary()
+    final = sv.simulate(experiment, REPLICAS, seed=1, checkpoints=1).results.summary()
     print(f"\n{title}, epsilon {experiment.epsilon():.4g}")
     for metric, mean, error in zip(final["metric"], final["mean"], final["standard_error"], strict=True):
         print(f"  {metric:<24} {mean:10.4g} ± {2 * error:.2g}")

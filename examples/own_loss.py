@@ -41,7 +41,7 @@ def main():
             decision_set={"kind": "l2_ball", "radius": 10.0},
             data={"source": "breast_cancer", "scale": "standard", "reuse": True, "batch_size": 8},
         )
-        final = sv.simulate(experiment, replicas=10, seed=1, metrics=[100]).metrics
+        final = sv.simulate(experiment, replicas=10, seed=1, metrics=["accuracy"], checkpoints=1).metrics
         accuracy = final.where(metric="accuracy", learner=None)["value"].mean()
         print(f"{experiment.loss.kind:<16} accuracy {accuracy:.3f}, epsilon {experiment.epsilon():.4g}")
 

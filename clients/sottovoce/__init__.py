@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sottovoce_core.experiment import Experiment as Experiment
     from sottovoce_core.experiment import load as load
     from sottovoce_core.privacy.guarantee import Guarantee as Guarantee
+    from sottovoce_core.results import InterruptedSimulation as InterruptedSimulation
     from sottovoce_core.results import Results as Results
     from sottovoce_core.results import read_results as read_results
     from sottovoce_core.table import Table as Table
@@ -44,7 +45,7 @@ _MODULES = {
     "sottovoce_core.errors": ("DataError", "SottovoceError", "SpecError"),
     "sottovoce_core.experiment": ("Experiment", "load"),
     "sottovoce_core.privacy.guarantee": ("Guarantee",),
-    "sottovoce_core.results": ("Results", "read_results"),
+    "sottovoce_core.results": ("InterruptedSimulation", "Results", "read_results"),
     "sottovoce_core.table": ("Table",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

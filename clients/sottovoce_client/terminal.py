@@ -26,6 +26,9 @@ from sottovoce_core.text import escape_control_lines
 _REDRAW_PERIOD_S = 0.1
 """Minimum seconds between two redraws of a bar, so that frequent reports do not slow the work down."""
 
+_LINE_PERIOD_S = 30.0
+"""Seconds between two lines of progress where standard error is not a terminal."""
+
 WAIT_NOTICE_DELAY_S = 1.5
 """Seconds of waiting after which a notice names what is awaited."""
 
@@ -148,10 +151,13 @@ def ignore_progress(activity: str, done: int = 0, total: int = 0, unit: str = ""
 
 @contextmanager
 def show_progress_bar(activity: str) -> Iterator[ProgressReporter]:
-    """Show a progress bar with the remaining time on standard error during the block, if that is a terminal."""
+    """Show a progress bar with the remaining time on standard error during the block.
+
+    If that is not a terminal, print a line every `_LINE_PERIOD_S` instead: short work prints nothing.
+    """
     console = create_console(stderr=True)
     if not console.is_terminal:
-        yield ignore_progress
+        yield _make_line_reporter()
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, redirect_stdout=False) as progress:
@@ -168,6 +174,22 @@ def show_progress_bar(activity: str) -> Iterator[ProgressReporter]:
                 )
 
         yield report
+
+
+def _make_line_reporter() -> ProgressReporter:
+    """Make a reporter that prints a line now and then: how much is done, and the time since the start."""
+    started = time.monotonic()
+    due = started + _LINE_PERIOD_S
+
+    def report(activity: str, done: int = 0, total: int = 0, unit: str = "") -> None:
+        nonlocal due
+        if (now := time.monotonic()) < due:
+            return
+        due = now + _LINE_PERIOD_S
+        amount = f": {done:,} of {total:,} {unit}" if total else ""
+        print_notice(f"{activity}{amount}, after {now - started:,.0f} s")
+
+    return report
 
 
 def create_table(*headings: str, **options: Any) -> Table:

@@ -19,8 +19,8 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import Experiment, require_count, resolve_experiment
 from sottovoce_core.noise import NoiseSource, RecordedNoise, SeededNoise
 from sottovoce_core.privacy.guarantee import ThreatModel
-from sottovoce_core.results import Result, Results, collect_facts
-from sottovoce_core.runs.metrics import Curves, Metrics
+from sottovoce_core.results import InterruptedSimulation, Result, Results, collect_facts
+from sottovoce_core.runs.metrics import CHECKPOINTS, Curves, Metrics
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.simulator import SimulatedRound
 from sottovoce_core.runs.simulator import simulate_rounds as iterate_rounds
@@ -75,7 +75,8 @@ def simulate(
     replicas: int = 1,
     seed: int | np.random.SeedSequence = 0,
     *,
-    metrics: bool | Sequence[int] = True,
+    metrics: bool | Sequence[str] = True,
+    checkpoints: int | Sequence[int] = CHECKPOINTS,
     transcript: bool = False,
     noise: NoiseSource | Path | str | None = None,
     progress: Callable[[SimulatedRound], None] | None = None,
@@ -88,17 +89,19 @@ def simulate(
         experiment: an experiment, or the path of a spec file.
         replicas: independent repetitions.
         seed: seed of the noise; equal seeds give equal numbers, for each replica independently of the number of replicas.
-        metrics: measure losses, regrets, agreement and accuracy after these numbers of rounds (True: 25 of them, evenly spread
-            on a logarithmic scale).
+        metrics: names of metrics (docs/metrics.md), and nothing else is computed; True: the default ones, losses, regrets,
+            agreement and accuracy; False: none.
+        checkpoints: numbers of rounds after which to measure; or how many, evenly spread on a logarithmic scale up to the last.
         transcript: keep all messages: rounds times learners times replicas times numbers of a message, 8 bytes each.
         noise: replaces seeded noise: a recorded file (`.parquet`, `.npz`) or any `sottovoce_core.noise.NoiseSource`.
         progress: callback for every round: its number, messages and decisions.
 
     Raises:
-        SpecError: the experiment cannot be run as it is, the noise does not cover its rounds, or SciPy, which metrics need, is
-            not installed.
+        SpecError: the experiment cannot be run as it is, or not measured by these metrics at these checkpoints; the noise does
+            not cover its rounds; or SciPy, which regrets and tracking errors need, is not installed.
         DataError: its data cannot be used.
         CaptureError: the noise file cannot be read.
+        InterruptedSimulation: Ctrl-C after the first checkpoint; its `results` have the checkpoints until then.
 
     >>> from sottovoce_core.experiment import Experiment
     >>> result = simulate(Experiment(rounds=10, algorithm="ldp-dol"), replicas=3, seed=1, transcript=True)
@@ -106,21 +109,30 @@ def simulate(
     ((5, 3, 31), (10, 5, 3, 31))
     >>> result.metrics.where(metric="consensus_error", round=10)["value"].shape
     (3,)
+    >>> simulate(result.experiment, metrics=["average_loss", "error"], checkpoints=[5, 10]).curves.rounds
+    array([ 5, 10])
     """
     require_count("replicas", replicas)
     experiment = resolve_experiment(experiment)
     run, data = experiment.run, experiment.records
-    measured = None if metrics is False else Metrics(run, data, checkpoints=None if metrics is True else metrics)
+    measured = None
+    if metrics is not False:
+        measured = Metrics(run, data, metrics=None if metrics is True else metrics, checkpoints=checkpoints)
     kept_fields: dict[str, FloatArray] = {}
     decisions = np.empty(0)
-    for step in iterate_rounds(run, data, resolve_noise(noise, seed, run), replicas):
-        if transcript:
-            _store_round(kept_fields, step, run.spec.rounds)
-        if measured is not None:
-            measured.add_round(step)
-        if progress is not None:
-            progress(step)
-        decisions = step.decisions_after
+    try:
+        for step in iterate_rounds(run, data, resolve_noise(noise, seed, run), replicas):
+            if transcript:
+                _store_round(kept_fields, step, run.spec.rounds)
+            if measured is not None:
+                measured.add_round(step)
+            if progress is not None:
+                progress(step)
+            decisions = step.decisions_after
+    except KeyboardInterrupt:
+        if measured is None or not measured.has_measured:
+            raise
+        raise InterruptedSimulation(Simulation(experiment, decisions, measured.curves, None).results) from None
     curves = None if measured is None else measured.curves
     return Simulation(experiment, decisions, curves, Transcript(kept_fields) if transcript else None)
 

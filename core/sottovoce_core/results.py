@@ -165,6 +165,37 @@ class Results:
             ("spec", *fields, "round", "metric", "mean", "standard_error", "low", "high", "epsilon", "seeds"), rows
         )
 
+    def count_rounds_until(self, metric: str, threshold: float) -> Table:
+        """Count the rounds until a metric reaches a threshold, for each run and seed.
+
+        An accuracy reaches it from below, every other metric from above, by the mean over the learners.
+
+        Args:
+            metric: name of a measured metric.
+            threshold: value to reach.
+
+        Returns:
+            `spec`, the changed fields, `seed`, and `rounds`: the first checkpoint at which it is reached; not-a-number: none.
+
+        Raises:
+            SpecError: the metric was not measured.
+
+        >>> from sottovoce_core.api import simulate
+        >>> from sottovoce_core.experiment import Experiment
+        >>> done = simulate(Experiment(rounds=9, algorithm="ldp-dol"), 2, metrics=["consensus_error"], checkpoints=9)
+        >>> done.results.count_rounds_until("consensus_error", 100.0)["rounds"]
+        array([1., 1.])
+        """
+        fields = tuple(dict.fromkeys(field for each in self.runs for field in each.facts.changes))
+        rows = []
+        for each in self.runs:
+            if metric not in each.curves:
+                raise SpecError(f"the metric must be one of {', '.join(each.curves.curves)}, got {metric}")
+            lead = (each.facts.spec, *(each.facts.changes.get(field) for field in fields))
+            counts = each.curves.count_rounds_until(metric, threshold).tolist()
+            rows += [(*lead, seed, count) for seed, count in enumerate(counts)]
+        return Table.from_rows(("spec", *fields, "seed", "rounds"), rows)
+
     def __repr__(self) -> str:
         return repr(self.summary())
 
@@ -193,6 +224,19 @@ class Results:
             draft = path.with_name(f"{path.name}.partial")
             draft.write_bytes(document + b"\n") if path == facts else import_parquet().write_table(table, draft)
             draft.replace(path)
+
+
+class InterruptedSimulation(KeyboardInterrupt):
+    """Ctrl-C during simulations, with the results until then.
+
+    Attributes:
+        results: of one simulation, the checkpoints until then; of several, the simulations that were complete. Epsilons are those
+            of the whole runs.
+    """
+
+    def __init__(self, results: Results) -> None:
+        super().__init__("simulations were interrupted; `results` has what was complete")
+        self.results = results
 
 
 def _iterate_columns(result: Result) -> Iterator[tuple[Any, ...]]:

@@ -24,6 +24,7 @@ from sottovoce_client.reports.figure import Figure
 from sottovoce_client.reports.page import PageTable
 from sottovoce_client.runs.compare import (
     HEADS,
+    compare,
     compare_to_folder,
     format_markdown,
     list_builtin_sources,
@@ -38,7 +39,7 @@ from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import load, prepare
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.results import Result, Results, compute_bootstrap_intervals, read_results
-from sottovoce_core.runs.metrics import Metrics
+from sottovoce_core.runs.metrics import DEFAULT_METRICS, Metrics
 from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import load_spec
 
@@ -269,6 +270,23 @@ def test_a_comparison_is_drawn_over_epsilon(records: Path, tmp_path: Path) -> No
 
 
 # ---- simulate --------------------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_shows_chosen_metrics(records: Path, tmp_path: Path) -> None:
+    spec, folder = written(records, "one"), tmp_path / "o"
+    words = ["--metrics", "error,tracking_error", "--checkpoints", "1", "--replicas", "2"]
+    done = CliRunner().invoke(app, ["compare", str(spec), *words, "--export", "csv", "--out", str(folder)])
+
+    assert done.exit_code == 0, done.output
+    heads = (folder / "compare.md").read_text("utf-8").splitlines()[0]
+    unmeasured = {"accuracy", "average loss", "regret per round", "consensus error"}
+    shown = [head for head in HEADS if head not in unmeasured]
+    assert heads == f"| {' | '.join([*shown[:-2], 'error', 'tracking error', *shown[-2:]])} |"
+    assert "error" in (folder / "compare.html").read_text("utf-8")
+    with pytest.raises(SpecError, match=r"metrics must be of .*, got luck"):
+        compare([spec], metrics=["luck"])
+    many = compare([spec], 1, metrics=[*DEFAULT_METRICS, "prequential_loss"], checkpoints=1)
+    assert format_markdown(many).splitlines()[0] == f"| {' | '.join([*HEADS[:-2], 'prequential loss', *HEADS[-2:]])} |"
 
 
 def test_simulate_measures_when_asked(records: Path, tmp_path: Path) -> None:

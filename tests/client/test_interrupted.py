@@ -26,9 +26,12 @@ from typer.testing import CliRunner
 from sottovoce_client import entry_point, terminal
 from sottovoce_client.backends import _run_in_worker, open_mapper
 from sottovoce_client.cli import app, services
+from sottovoce_client.runs.compare import compare
 from sottovoce_client.runs.run_client import STOPPED_BY_OPERATOR, STOPPED_BY_SIGTERM, StopSignal
 from sottovoce_client.runs.run_command import run_async
+from sottovoce_core.api import simulate
 from sottovoce_core.errors import SpecError
+from sottovoce_core.results import InterruptedSimulation, read_results
 from sottovoce_core.runs.metrics import Metrics
 from tests.client.progress import Reported
 
@@ -100,6 +103,72 @@ def test_work_ends_in_a_line(
         app, [spec if word == "SPEC" else word for word in [*words, "--out", str(tmp_path / "o")]]
     )
     assert (done.exit_code, done.stdout, done.stderr) == (130, "", LINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "calls", "kept", "rounds"),
+    [
+        (["simulate", "SPEC", "--checkpoints", "2,4,6"], 5, "results until round 4 of 6 are kept: ", [[2, 4]]),
+        (["simulate", "SPEC", "--checkpoints", "6,"], 5, "", []),
+        (["compare", "SPEC", "SPEC", "--checkpoints", "1"], 8, "results of 1 spec of 2 are kept: ", [[6]]),
+        (
+            ["sweep", "SPEC", "--set", "algorithm.sigma=1,2,4", "--jobs", "1"],
+            14,
+            "results of 2 of 3 combinations are kept: ",
+            [[6], [6]],
+        ),
+    ],
+)
+def test_an_interrupt_keeps_what_was_measured(
+    words: list[str],
+    calls: int,
+    kept: str,
+    rounds: list[list[int]],
+    spec: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    add_round, count = Metrics.add_round, 0
+
+    def interrupt(self: Metrics, step: Any) -> None:
+        nonlocal count
+        if (count := count + 1) == calls:
+            raise KeyboardInterrupt
+        add_round(self, step)
+
+    monkeypatch.setattr(Metrics, "add_round", interrupt)
+    folder = tmp_path / "o"
+    done = CliRunner().invoke(
+        app, [*(spec if word == "SPEC" else word for word in words), "--metrics", "error", "--out", str(folder)]
+    )
+    assert (done.exit_code, done.stderr) == (130, f"{kept}{folder}\n{LINE}" if kept else LINE)
+    assert folder.exists() == bool(kept)
+    if kept:
+        assert [run.curves.rounds.tolist() for run in read_results(folder).runs] == rounds
+        assert not list(folder.glob("*.partial"))
+
+
+def test_an_interrupt_in_python_has_the_results(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(step: Any) -> None:
+        if step.t == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(InterruptedSimulation) as stop:
+        simulate(spec, metrics=["error"], checkpoints=[2, 4, 6], progress=interrupt)
+    assert stop.value.results.runs[0].curves.rounds.tolist() == [2, 4]
+
+    add_round, count = Metrics.add_round, 0
+
+    def interrupt_later(self: Metrics, step: Any) -> None:
+        nonlocal count
+        if (count := count + 1) == 8:
+            raise KeyboardInterrupt
+        add_round(self, step)
+
+    monkeypatch.setattr(Metrics, "add_round", interrupt_later)
+    with pytest.raises(InterruptedSimulation) as stop:
+        compare({"one": spec, "two": spec}, 1, metrics=["error"])
+    assert [run.facts.spec for run in stop.value.results.runs] == ["one"]
 
 
 def test_what_came_of_an_interrupt_is_known_by_its_cause(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +430,27 @@ def test_a_bar_counts_what_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch
     assert shown.endswith("\x1b[2K")  # nothing of it stays
 
 
-def test_elsewhere_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_elsewhere_a_line_is_printed_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("sottovoce_client.terminal.time.monotonic", lambda: now)
+    with terminal.show_progress_bar("simulating") as report:
+        for done in range(1, 201):
+            now += 0.5
+            report("simulating", 10 * done, 2_000, "rounds")
+        now += 30.0
+        report("weighing")
+    lines = [
+        "simulating: 600 of 2,000 rounds, after 30 s",
+        "simulating: 1,200 of 2,000 rounds, after 60 s",
+        "simulating: 1,800 of 2,000 rounds, after 90 s",
+        "weighing, after 130 s",
+    ]
+    assert capsys.readouterr() == ("", "\n".join(lines) + "\n")
+
+
+def test_elsewhere_short_work_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with terminal.show_progress_bar("choosing") as say:
         say("simulating", 1, 2, "runs")
     assert capsys.readouterr() == ("", "")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import shutil
 import tracemalloc
 from importlib import resources
@@ -19,11 +21,13 @@ from typer.testing import CliRunner, Result
 
 from sottovoce_client.atomic_files import create_file
 from sottovoce_client.cli import app
+from sottovoce_client.cli.completion import complete_metrics
 from sottovoce_client.formatting import format_number
 from sottovoce_client.runs import simulation
 from sottovoce_client.runs.simulation import describe_epsilon, estimate_sizes, simulate_to_folder
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.experiment import Experiment, load
+from sottovoce_core.results import read_results
 from sottovoce_core.runs.transcript import TranscriptWriter, read_noise
 from sottovoce_core.spec import dump_spec
 from tests.gossip import Gossip, gossip_spec
@@ -157,6 +161,45 @@ def test_what_is_asked_for_is_written_and_what_is_left_out_is_said(
     left = ", ".join(name for name in FILES if name not in kept)
     assert (f"not written: {left} (see --write)" in done.stdout) == bool(left)
     assert ("average_loss: " in done.stdout) == ("metrics" in kept)
+
+
+def test_chosen_metrics_are_measured_at_chosen_checkpoints(spec: Path, tmp_path: Path) -> None:
+    words = ["--write", "models", "--metrics", "error, prequential_loss", "--checkpoints", "2,4"]
+    done = ran(spec, "--out", tmp_path / "o", "--replicas", 2, *words)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert [line.split(":")[0] for line in done.stdout.splitlines()[2:4]] == ["error", "prequential_loss"]
+    results = read_results(tmp_path / "o")
+    assert sorted(set(results.metrics["metric"])) == ["error", "prequential_loss"]
+    assert results.runs[0].curves.rounds.tolist() == [2, 4]
+    counts = results.count_rounds_until("prequential_loss", math.inf)
+    assert counts.to_dict() == {"spec": ["small"] * 2, "seed": [0, 1], "rounds": [2.0, 2.0]}
+    with pytest.raises(SpecError, match="the metric must be one of error, prequential_loss, got accuracy"):
+        results.count_rounds_until("accuracy", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--metrics", "luck"], "metrics must be of average_loss, .*, got luck"),
+        (["--checkpoints", "7,"], "checkpoints must be numbers of rounds from 1 to 6, got 7"),
+        (["--checkpoints", "0"], "the number of checkpoints must be at least 1, got 0"),
+        (
+            ["--checkpoints", "all"],
+            "--checkpoints must be a number, or numbers of rounds with commas between, got 'all'",
+        ),
+    ],
+)
+def test_metrics_and_checkpoints_are_refused_before_there_is_a_folder(
+    words: list[str], text: str, spec: Path, tmp_path: Path
+) -> None:
+    done = ran(spec, "--out", tmp_path / "o", *words)
+    assert isinstance(done.exception, SpecError)
+    assert re.search(text, str(done.exception))
+    assert not (tmp_path / "o").exists()
+
+
+def test_metrics_are_completed() -> None:
+    assert complete_metrics("average_loss,err") == ["average_loss,error"]
 
 
 @pytest.mark.parametrize("wrong", ["", "models,everything", ","])

@@ -66,6 +66,23 @@ def test_jobs_do_not_change_a_table(tmp_path: Path) -> None:
     np.testing.assert_equal(one, two)
 
 
+def test_a_sweep_measures_at_chosen_checkpoints(tmp_path: Path) -> None:
+    small(tmp_path).to_yaml(tmp_path / "spec.yaml")
+    words = ["--set", "algorithm.sigma=1,4", "--metrics", "error,static_regret", "--checkpoints", "2,5", "--jobs", "1"]
+    done = CliRunner().invoke(app, ["sweep", str(tmp_path / "spec.yaml"), *words, "--out", str(tmp_path / "o")])
+
+    assert done.exit_code == 0, done.output
+    results = read_results(tmp_path / "o")
+    assert [run.curves.rounds.tolist() for run in results.runs] == [[2, 5]] * 2
+    assert sorted(set(results.metrics["metric"])) == ["error", "static_regret"]
+    counts = results.count_rounds_until("error", 1.0)
+    assert list(counts.columns) == ["spec", "algorithm.sigma", "seed", "rounds"]
+    assert set(counts["rounds"]) == {2.0}
+    experiment = small(tmp_path)
+    with pytest.raises(SpecError, match=r"rounds=3: checkpoints must be numbers of rounds from 1 to 3, got 2, 5"):
+        sweep(experiment, {"rounds": [5, 3]}, checkpoints=(2, 5))
+
+
 def test_records_are_dealt_anew_where_asked(tmp_path: Path) -> None:
     experiment = small(tmp_path).replace(**{"data.seed": 4})
     varied = sweep(experiment, {}, replicas=2, metrics=["accuracy"], vary_data=True, jobs=1).summary()

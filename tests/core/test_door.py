@@ -29,6 +29,7 @@ NAMES = [
     "DataError",
     "Experiment",
     "Guarantee",
+    "InterruptedSimulation",
     "LabelJoin",
     "PrequentialEvaluation",
     "Results",

@@ -20,7 +20,16 @@ from sottovoce_core.losses import Loss
 from sottovoce_core.losses.linear import LogisticLoss
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce_core.runs import metrics
-from sottovoce_core.runs.metrics import Curves, Metrics, _checkpoints, _Objective
+from sottovoce_core.runs.metrics import (
+    DEFAULT_METRICS,
+    METRICS,
+    Curve,
+    Curves,
+    Metrics,
+    _Objective,
+    _spread_checkpoints,
+    list_metrics,
+)
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.simulator import SimulatedRound, simulate_rounds
 from tests.examples import made_up, small_run, small_spec
@@ -112,7 +121,9 @@ def test_a_loss_that_is_not_convex_has_no_minimiser_and_no_regret() -> None:
         replace(some_objective(LOSSES[0]), loss=bent).minimiser(L2Ball(radius=1.0), np.zeros(4))
 
     found = measured(
-        replace(run, spec=run.spec.model_copy(update={"loss": bent})), made_up(run.spec), SeededNoise(1), dynamic=True
+        replace(run, spec=run.spec.model_copy(update={"loss": bent})),
+        made_up(run.spec),
+        SeededNoise(1),
     )
     assert set(found.curves) == {"average_loss", "consensus_error", "accuracy", "balanced_accuracy"}
 
@@ -161,7 +172,7 @@ def test_losses_and_regrets_are_their_definitions() -> None:
     data = ragged()
     run = small_run(12, loss={"kind": "logistic", "ridge": RIDGE, "feature_bound": 1.0})
     steps = list(simulate_rounds(run, data, SeededNoise(3), 2))
-    found = measured(run, data, SeededNoise(3), 2, checkpoints=(7, 12), dynamic=True)
+    found = measured(run, data, SeededNoise(3), 2, checkpoints=(7, 12), metrics=[*DEFAULT_METRICS, "dynamic_regret"])
 
     def network(t: int, theta: FloatArray) -> float:
         return sum(record_loss(theta, *of_rounds(own, t, t)) for own in data.learners)
@@ -291,8 +302,157 @@ def test_rounds_after_the_last_record_change_no_average() -> None:
 
 @pytest.mark.parametrize("rounds", [1, 2, 20, 25, 26, 30, 40, 60, 2000, 10**7])
 def test_checkpoints_are_few_and_reach_from_the_first_round_to_the_last(rounds: int) -> None:
-    points = _checkpoints(rounds)
+    points = _spread_checkpoints(rounds)
     assert points[0] == 1
     assert points[-1] == rounds
     assert min(rounds, 20) <= len(points) <= metrics.CHECKPOINTS
     assert (np.diff(points) > 0).all()
+
+
+# ---- chosen metrics and checkpoints ----------------------------------------------------------------------------------
+
+
+def test_a_chosen_metric_equals_that_among_all() -> None:
+    run = small_run(12, loss={"kind": "logistic", "ridge": RIDGE, "feature_bound": 1.0})
+    together = measured(run, ragged(), SeededNoise(3), 2, metrics=METRICS)
+    assert tuple(together.curves) == METRICS
+    assert tuple(measured(run, ragged(), SeededNoise(3), 2).curves) == DEFAULT_METRICS
+    for name, curve in together.curves.items():
+        alone = measured(run, ragged(), SeededNoise(3), 2, metrics=[name])
+        assert tuple(alone.curves) == (name,)
+        np.testing.assert_array_equal(alone[name].replicas, curve.replicas)
+        own, among_all = alone[name].learners, curve.learners
+        assert (own is None) == (among_all is None)
+        if own is not None and among_all is not None:
+            np.testing.assert_array_equal(own, among_all)
+        np.testing.assert_array_equal(alone.rounds_with_records, together.rounds_with_records)
+
+
+def test_nothing_is_computed_that_was_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small_run(10)
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(_Objective, "minimiser", fail)
+    cheap = ["average_loss", "consensus_error", "error", "training_accuracy", "prequential_loss"]
+    assert tuple(measured(run, made_up(run.spec), SeededNoise(1), metrics=cheap).curves) == tuple(cheap)
+    for name in ("instantaneous_regret", "tracking_error", "tracking_error_of_mean", "static_regret", "dynamic_regret"):
+        with pytest.raises(AssertionError):
+            measured(run, made_up(run.spec), SeededNoise(1), metrics=[name])
+    monkeypatch.setattr(_Objective, "values", fail)
+    monkeypatch.setattr(LogisticLoss, "values", fail)
+    measured(run, made_up(run.spec), SeededNoise(1), metrics=["accuracy", "prequential_accuracy"])
+
+
+def test_metrics_and_checkpoints_that_a_run_does_not_have_are_refused() -> None:
+    run = small_run(10)
+    data = made_up(run.spec)
+    with pytest.raises(SpecError, match=r"metrics must be of average_loss, .*, got luck$"):
+        Metrics(run, data, metrics=["accuracy", "luck"])
+    with pytest.raises(SpecError, match=r"metrics must be of average_loss, .*, got none$"):
+        Metrics(run, data, metrics=[])
+    with pytest.raises(SpecError, match=r"got 5, 10: numbers of rounds are checkpoints"):
+        Metrics(run, data, metrics=[5, 10])  # type: ignore[list-item]
+    bent: Loss = Bent(feature_bound=1.0, ridge=0.01)
+    with pytest.raises(SpecError, match=r"got static_regret: regrets and tracking errors need a convex loss"):
+        Metrics(replace(run, spec=run.spec.model_copy(update={"loss": bent})), data, metrics=["static_regret"])
+    none_held_out = replace(data, test_features=data.test_features[:0], test_labels=data.test_labels[:0])
+    with pytest.raises(SpecError, match=r"got error: .* need held-out records"):
+        Metrics(run, none_held_out, metrics=["error", "training_accuracy"])
+    for wrong, text in (([0, 5], "0, 5"), ([11], "11"), ([2.5], "2.5"), ([], "none")):
+        with pytest.raises(SpecError, match=rf"checkpoints must be numbers of rounds from 1 to 10, got {text}"):
+            Metrics(run, data, checkpoints=wrong)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="the number of checkpoints must be at least 1, got 0"):
+        Metrics(run, data, checkpoints=0)
+
+
+def test_checkpoints_are_a_number_or_listed() -> None:
+    run = small_run(40)
+
+    def rounds(checkpoints: Any) -> list[int]:
+        found = measured(run, made_up(run.spec), SeededNoise(1), metrics=["average_loss"], checkpoints=checkpoints)
+        return found.rounds.tolist()  # type: ignore[no-any-return]
+
+    assert rounds(1) == [40]
+    assert rounds(2) == [1, 40]
+    assert rounds([30, 5, 30]) == [5, 30]
+    assert rounds(range(10, 41, 10)) == [10, 20, 30, 40]
+    assert rounds(100) == list(range(1, 41))
+    for count in range(2, 60):
+        for total in (count, count + 1, 2 * count, 300, 10**6):
+            points = _spread_checkpoints(total, count)
+            assert points[-1] == total
+            assert min(total, 4 * count // 5) <= len(points) <= count
+
+
+def test_training_and_prequential_metrics_are_their_definitions() -> None:
+    """Of ragged batches; the first learner has no record in the first two rounds, and some records are learned twice."""
+    data, names = (
+        ragged(),
+        ["training_accuracy", "balanced_training_accuracy", "prequential_loss", "prequential_accuracy"],
+    )
+    run = small_run(12, loss={"kind": "logistic", "ridge": RIDGE, "feature_bound": 1.0})
+    steps = list(simulate_rounds(run, data, SeededNoise(3), 2))
+    found = measured(run, data, SeededNoise(3), 2, metrics=names, checkpoints=(1, 7, 12))
+
+    for k, rounds in enumerate((1, 7, 12)):
+        learned = [np.unique(own.order[: own.offsets[rounds]]) for own in data.learners]
+        x = np.concatenate([own.features[rows] for own, rows in zip(data.learners, learned, strict=True)])
+        y = np.concatenate([own.labels[rows] for own, rows in zip(data.learners, learned, strict=True)])
+        is_right = ((steps[rounds - 1].decisions_after @ x.T) > 0) == y  # (learners, replicas, records)
+        assert found["training_accuracy"].mean[k] == pytest.approx(is_right.mean())
+        recalls = [is_right[..., y == each].mean(axis=-1) for each in np.unique(y)]
+        assert found["balanced_training_accuracy"].mean[k] == pytest.approx(np.mean(recalls))
+
+        losses, hits, counts = np.zeros((3, 2)), np.zeros((3, 2)), np.zeros(3)
+        for t in range(rounds):
+            for i, own in enumerate(data.learners):
+                own_x, own_y = of_rounds(own, t, t)
+                counts[i] += len(own_y)
+                for r in range(2):
+                    theta = steps[t].decisions_before[i, r]
+                    losses[i, r] += len(own_y) * record_loss(theta, own_x, own_y)
+                    hits[i, r] += np.sum(((own_x @ theta) > 0) == own_y)
+        for name, sums in (("prequential_loss", losses), ("prequential_accuracy", hits)):
+            curve = found[name]
+            assert curve.learners is not None
+            np.testing.assert_allclose(curve.replicas[k], sums.sum(axis=0) / counts.sum())
+            has_records = counts > 0
+            np.testing.assert_allclose(
+                curve.learners[k][has_records], sums[has_records].mean(axis=1) / counts[has_records]
+            )
+            assert np.isnan(curve.learners[k][~has_records]).all()
+    assert np.isnan(found["prequential_loss"].learners[0, 0])  # type: ignore[index]
+
+
+def test_records_that_are_measurements_have_losses_and_no_accuracies() -> None:
+    run = small_run(6)
+    data = made_up(run.spec)
+    learners = tuple(replace(own, labels=np.linspace(0.1, 0.9, len(own.labels))) for own in data.learners)
+    possible = list_metrics(run.loss, replace(data, learners=learners, test_labels=data.test_labels + 0.5))
+    assert [name for name in METRICS if name not in possible] == [
+        "accuracy",
+        "balanced_accuracy",
+        "error",
+        "training_accuracy",
+        "balanced_training_accuracy",
+        "prequential_accuracy",
+    ]
+
+
+def test_before_the_first_record_nothing_was_predicted() -> None:
+    run = small_run(3, 2)
+    learner = LearnerData(np.ones((1, 3)), np.ones(1), np.zeros(1, np.int64), np.array([0, 0, 1, 1]))
+    data, names = PlacedData((learner, learner), np.ones((2, 3)), np.ones(2)), ["training_accuracy", "prequential_loss"]
+    found = measured(run, data, SeededNoise(1), metrics=names)
+    for name in names:
+        assert np.isnan(found[name].mean).tolist() == [True, False, False]
+
+
+def test_rounds_until_a_threshold_are_counted_for_each_replica() -> None:
+    falling = Curve(np.array([[3.0, 3.0], [1.0, 2.0], [0.5, 2.0]]), None)
+    rising = Curve(np.array([[0.1, 0.9], [0.5, 0.2], [math.nan, 0.3]]), None)
+    curves = Curves(np.array([1, 10, 100]), {"average_loss": falling, "prequential_accuracy": rising}, np.ones(3))
+    np.testing.assert_array_equal(curves.count_rounds_until("average_loss", 1.0), [10, math.nan])
+    np.testing.assert_array_equal(curves.count_rounds_until("prequential_accuracy", 0.5), [10, 1])

@@ -251,6 +251,46 @@ ResultDelta = Annotated[
     ),
 ]
 """Options of commands that simulate several runs."""
+MetricNames = Annotated[
+    str,
+    typer.Option(
+        "--metrics",
+        metavar="NAMES",
+        help="Compute these metrics alone, such as average_loss,error; commas between. Regrets and tracking errors take the "
+        "longest.",
+        show_default="losses, regrets, agreement, accuracy",
+        autocompletion=completion.complete_metrics,
+    ),
+]
+CheckpointList = Annotated[
+    str,
+    typer.Option(
+        "--checkpoints",
+        metavar="N|T,T,...",
+        help="Measure after these numbers of rounds (one: 100,); or N times, evenly spread on a logarithmic scale.",
+    ),
+]
+"""Options of commands that measure simulated runs."""
+
+
+def parse_metrics(text: str) -> tuple[str, ...] | None:
+    """Parse `--metrics`; None: no choice."""
+    return tuple(part.strip() for part in text.split(",") if part.strip()) or None
+
+
+def parse_checkpoints(text: str) -> int | tuple[int, ...]:
+    """Parse `--checkpoints`: how many, or with a comma the numbers of rounds.
+
+    Raises:
+        SpecError: It has another form.
+    """
+    try:
+        numbers = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        numbers = ()
+    if not numbers:
+        raise SpecError(f"--checkpoints must be a number, or numbers of rounds with commas between, got {text!r}")
+    return numbers if "," in text else numbers[0]
 
 
 def _make_common_option(name: str, help_: str, *, variable: bool = True, **more: Any) -> Any:

@@ -38,6 +38,13 @@ def complete_dataset_names(incomplete: str) -> list[str]:
     return [name for name in DATASET_NAMES if name.startswith(incomplete)]
 
 
+def complete_metrics(incomplete: str) -> list[str]:
+    """Complete a list of metrics with commas."""
+    from sottovoce_core.runs.metrics import METRICS
+
+    return make_list_completer(METRICS)(incomplete)
+
+
 def make_list_completer(names: Sequence[str]) -> Callable[[str], list[str]]:
     """Return a completer of an option that takes several names with commas; it offers those not given yet."""
 

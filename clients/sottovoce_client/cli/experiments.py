@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +13,17 @@ from sottovoce_client.cli.app import (
     MAX_JOBS,
     BackendName,
     CalibrationTarget,
+    CheckpointList,
     ExportFormats,
+    MetricNames,
     ResultDelta,
     SpecFile,
     WarningPrinter,
     app,
     make_results_folder,
     make_results_option,
+    parse_checkpoints,
+    parse_metrics,
 )
 from sottovoce_core.errors import SpecError
 
@@ -45,6 +50,8 @@ def sweep(
     jobs: Annotated[
         int | None, typer.Option(min=1, max=MAX_JOBS, help="Number of concurrent jobs.", show_default="one per core")
     ] = None,
+    metrics: MetricNames = "",
+    checkpoints: CheckpointList = "1",
     export: ExportFormats = "",
     out: Annotated[Path | None, make_results_option("sweep")] = None,
 ) -> None:
@@ -57,7 +64,7 @@ def sweep(
     from sottovoce_client.runs.plot import export_files
     from sottovoce_client.runs.sweep import sweep_with_progress
     from sottovoce_core.experiment import load
-    from sottovoce_core.results import RESULT_FILE_NAMES
+    from sottovoce_core.results import RESULT_FILE_NAMES, InterruptedSimulation
 
     formats, listed = parse_formats(export), list(map(parse_field_values, changes))
     field_values = dict(listed)
@@ -65,10 +72,19 @@ def sweep(
         raise SpecError(f"--set must name each field once, with all its values, got {', '.join(changes)}")
     options: dict[str, Any] = {"seed": seed, "vary_data": vary_data, "target": target, "delta": delta}
     options |= {"backend": backend, "jobs": jobs}
+    options |= {"metrics": parse_metrics(metrics), "checkpoints": parse_checkpoints(checkpoints)}
     experiment = load(spec)
     folder = make_results_folder("sweep", out, RESULT_FILE_NAMES)
-    with terminal.show_progress_bar("simulating") as report:
-        results = sweep_with_progress(WarningPrinter(), experiment, field_values, replicas, **options, report=report)
+    try:
+        with terminal.show_progress_bar("simulating") as report:
+            results = sweep_with_progress(
+                WarningPrinter(), experiment, field_values, replicas, **options, report=report
+            )
+    except InterruptedSimulation as interrupt:
+        interrupt.results.write(folder, seed=seed)
+        count, total = len(interrupt.results.runs), math.prod(map(len, field_values.values()))
+        terminal.print_notice(f"results of {count} of {total} combinations are kept: {folder}")
+        raise
     results.write(folder, seed=seed)
     table = results.summary()
     print(table)

@@ -15,8 +15,10 @@ from sottovoce_client.cli.app import (
     SERVICE_FILES,
     CalibrationTarget,
     CanaryCount,
+    CheckpointList,
     ExportFormats,
     KeepLogFlag,
+    MetricNames,
     OutputFolder,
     ResultDelta,
     SpecFile,
@@ -24,6 +26,8 @@ from sottovoce_client.cli.app import (
     app,
     make_results_folder,
     make_results_option,
+    parse_checkpoints,
+    parse_metrics,
     prepare_run,
 )
 from sottovoce_client.cli.common_options import OPERATOR_OPTIONS, get_common_options
@@ -181,6 +185,8 @@ def simulate(
             "transcript (messages), noise, or all; commas between. The last three grow with the rounds.",
         ),
     ] = "metrics,models",
+    metrics: MetricNames = "",
+    checkpoints: CheckpointList = "25",
     export: ExportFormats = "",
 ) -> None:
     """Simulate a spec without a network, with many replicas at once: metrics, models, and the outputs of --write.
@@ -197,18 +203,30 @@ def simulate(
         simulate_to_folder,
     )
     from sottovoce_core.experiment import load
+    from sottovoce_core.runs.metrics import resolve_checkpoints, select_metrics
     from sottovoce_core.runs.simulator import require_size
     from sottovoce_core.spec import dump_spec
 
     experiment, formats = load(spec), parse_formats(export)
     require_size(experiment.run, replicas)
-    outputs = _parse_outputs(write, ["metrics"] if formats else [])
+    outputs = _parse_outputs(write, ["metrics"] if formats or metrics else [])
+    measured, at = parse_metrics(metrics), parse_checkpoints(checkpoints)
+    if "metrics" in outputs:  # before the folder is created
+        select_metrics(experiment.run.loss, experiment.records, measured)
+        resolve_checkpoints(experiment.rounds, at)
     WarningPrinter()(experiment.prepared_run)  # before the folder is created: an invalid spec leaves none
     require_disk_space(out or Path(), estimate_sizes(experiment.run, replicas, outputs))
     names = [file for files in _OUTPUT_FILES.values() for file in files]
     folder = make_results_folder(experiment.name, out, names, dump_spec(experiment.run.spec, out))
     result = simulate_to_folder(
-        folder, experiment, outputs=outputs, replicas=replicas, seed=seed, recorded_noise=recorded_noise
+        folder,
+        experiment,
+        outputs=outputs,
+        replicas=replicas,
+        seed=seed,
+        recorded_noise=recorded_noise,
+        metrics=measured,
+        checkpoints=at,
     )
     omitted = [name for name in _OUTPUT_FILES if name not in outputs]
     more = f"; not written: {', '.join(omitted)} (see --write)" if omitted else ""
@@ -268,6 +286,8 @@ def compare(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
     target: CalibrationTarget = None,
     delta: ResultDelta = 0.0,
+    metrics: MetricNames = "",
+    checkpoints: CheckpointList = "25",
     export: ExportFormats = "",
 ) -> None:
     """Run several specs in the simulator and show the results in one table.
@@ -282,6 +302,7 @@ def compare(
     sources = [*(list_builtin_sources() if all_algorithms else []), *list_file_sources(specs or [])]
     if not sources:
         raise SpecError("compare requires specs, or --all-algorithms")
+    measured, at = parse_metrics(metrics), parse_checkpoints(checkpoints)
     folder = make_results_folder("compare", out, [*RESULT_FILE_NAMES, "compare.md", "compare.html"])
     raise typer.Exit(
         compare_to_folder(
@@ -293,6 +314,8 @@ def compare(
             target=target,
             delta=delta,
             export_formats=formats,
+            metrics=measured,
+            checkpoints=at,
         )
     )
 

@@ -34,13 +34,10 @@ from sottovoce_core.budget.tradeoff import AccuracyCurve, Optimum, Utility, fit_
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.runs.metrics import Metrics
+from sottovoce_core.runs.metrics import Metrics, list_metrics
 from sottovoce_core.runs.run import build_run
 from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import RunSpec
-
-_ERROR = "error"
-"""Name of the metric 1 - `accuracy`, the share of held-out records that are misclassified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class TradeoffRequest:
     Attributes:
         epsilons: Levels to simulate at, per record use over the whole run, of the learner that spends most.
         delta: Delta of the levels; 0: they are pure.
-        metric: Metric of `sottovoce_core.runs.metrics` that measures the loss of accuracy; or `error`.
+        metric: Metric of `sottovoce_core.runs.metrics` that measures the loss of accuracy.
         utility: Utility of privacy.
         threshold: c3, the largest acceptable loss of accuracy (None: that of the fitted curve at the smallest level).
         ceiling: Largest acceptable level (None: the largest simulated one).
@@ -118,17 +115,15 @@ def _measure(
     spec, data = prepared.run.spec, prepared.data
     found = calibrate(spec, data, BudgetTarget((epsilon,) * spec.n_learners, delta=trade.delta))
     run = build_run(found.spec, data.n_features)
-    metrics = Metrics(run, data, checkpoints=(spec.rounds,))
+    known = [name for name in list_metrics(run.loss, data) if not name.endswith("accuracy")]  # the more, the better
+    if trade.metric not in known:
+        raise SpecError(f"--metric must be one of {', '.join(known)}, got {trade.metric}")
+    metrics = Metrics(run, data, metrics=[trade.metric], checkpoints=1)
     for step in simulate_rounds(run, data, SeededNoise(trade.seed), trade.replicas):
         metrics.add_round(step)
         report(f"simulating at epsilon {format_number(epsilon)}", step.t + 1, spec.rounds, "rounds")
-    name = "accuracy" if trade.metric == _ERROR else trade.metric
-    if name not in metrics.curves:
-        known = [_ERROR if each == "accuracy" else each for each in metrics.curves.curves]
-        raise SpecError(f"--metric must be one of {', '.join(known)}, got {trade.metric}")
-    curve = metrics.curves[name]
-    loss = 1.0 - curve.final_mean if trade.metric == _ERROR else curve.final_mean
-    return _Measurement(max(found.epsilons), loss, curve.final_error)
+    curve = metrics.curves[trade.metric]
+    return _Measurement(max(found.epsilons), curve.final_mean, curve.final_error)
 
 
 def _solve(measurements: Sequence[_Measurement], trade: TradeoffRequest) -> _Result:
@@ -144,7 +139,7 @@ def _solve(measurements: Sequence[_Measurement], trade: TradeoffRequest) -> _Res
 
 
 def _name_metric(metric: str) -> str:
-    return "share of wrong answers" if metric == _ERROR else metric.replace("_", " ")
+    return "share of wrong answers" if metric == "error" else metric.replace("_", " ")
 
 
 def _describe(answer: _Result, trade: TradeoffRequest) -> list[str]:

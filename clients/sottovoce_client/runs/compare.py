@@ -15,7 +15,7 @@ from rich.console import Console
 
 from sottovoce_client import terminal
 from sottovoce_client.atomic_files import write_text
-from sottovoce_client.formatting import MISSING_VALUE, format_count, format_number, format_with_error
+from sottovoce_client.formatting import MISSING_VALUE, format_count, format_number, format_with_error, pluralize
 from sottovoce_client.reports.figure import Figure
 from sottovoce_client.reports.page import Page, PageColumn, PageTable
 from sottovoce_client.reports.plot_elements import PALETTE
@@ -26,8 +26,16 @@ from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.experiment import Experiment, PreparedRun, load, require_count, resolve_experiment
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.results import RESULT_FILE_NAMES, Result, Results, collect_facts
-from sottovoce_core.runs.metrics import Metrics
+from sottovoce_core.results import RESULT_FILE_NAMES, InterruptedSimulation, Result, Results, collect_facts
+from sottovoce_core.runs.metrics import (
+    CHECKPOINTS,
+    DEFAULT_METRICS,
+    METRICS,
+    Metrics,
+    is_share,
+    resolve_checkpoints,
+    select_metrics,
+)
 from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.table import Table
 from sottovoce_core.text import escape_control
@@ -70,8 +78,17 @@ _PLOTS: tuple[tuple[str, str, Literal["number", "share"]], ...] = (
     ("consensus_error", "consensus error", "number"),
 )
 """Plotted metrics: name, title, and value format."""
-_PAPER = ("spec", "algorithm", "ε per record use", "ε per record", "accuracy", "average loss", "regret per round")
-"""Columns of the table exported for papers."""
+_METRIC_OF_HEAD = {
+    "accuracy": "accuracy",
+    "average loss": "average_loss",
+    "regret per round": "static_regret",
+    "consensus error": "consensus_error",
+}
+"""Metric of each column that shows one."""
+_MAX_SHOWN_METRICS = 4
+"""Number of measured metrics up to which each has a column; of more, those of `HEADS` and those that are no default."""
+_NOT_IN_PAPERS = ("threat model", "ε, paper", "consensus error", "floats sent", "rounds/s")
+"""Columns that are left out of the table exported for papers."""
 
 
 _Source = tuple[str, Callable[[], Experiment]]
@@ -113,10 +130,13 @@ def compare_to_folder(
     target: float | None = None,
     delta: float = 0.0,
     export_formats: Sequence[str] = (),
+    metrics: Sequence[str] | None = None,
+    checkpoints: int | Sequence[int] = CHECKPOINTS,
     console: Console | None = None,
 ) -> int:
     """Run all specs, print a table, and write the results, `compare.md`, `compare.html`, and files for papers.
 
+    Ctrl-C keeps the complete specs.
     A spec that cannot be run is reported and skipped; the exit code is then 1. It is 3 if the page or a file cannot be written.
 
     Args:
@@ -128,10 +148,13 @@ def compare_to_folder(
         target: Epsilon of one use of a record to which the noise of every spec is calibrated; None: as it is.
         delta: Delta of the target and of the epsilons in the table; 0: those of the specs.
         export_formats: Formats of the files for papers.
+        metrics: Names of metrics; None: the default ones.
+        checkpoints: Numbers of rounds after which to measure, or how many.
         console: Console of the table.
     """
     console = console or terminal.create_console()
     runs, failures, first, code = [], [], None, 0
+    is_interrupted = False
     names = make_spec_names([source for source, _ in sources])
     for k, ((source, load_one), name) in enumerate(zip(sources, names, strict=True), 1):
         try:
@@ -141,8 +164,22 @@ def compare_to_folder(
             with terminal.show_progress_bar(title := f"spec {k} of {len(sources)}, {source}") as report:
                 on_ready(experiment.prepared_run)
                 runs.append(
-                    simulate_and_measure(name, experiment, replicas, seed, partial(report, title, unit="rounds"))
+                    simulate_and_measure(
+                        name,
+                        experiment,
+                        replicas,
+                        seed,
+                        partial(report, title, unit="rounds"),
+                        metrics=metrics,
+                        checkpoints=checkpoints,
+                    )
                 )
+        except KeyboardInterrupt:
+            if not runs:
+                raise
+            is_interrupted = True
+            terminal.print_notice(f"results of {pluralize(len(runs), 'spec')} of {len(sources)} are kept: {folder}")
+            break
         except (SottovoceError, ArithmeticError, ValueError) as error:  # user-defined algorithms may raise these
             failures.append({"spec": source, "error": str(error)})
             console.out(f"{source}: {error}", highlight=False, style="red" if console.is_terminal else None)
@@ -157,13 +194,15 @@ def compare_to_folder(
         code = terminal.attempt(str(page), lambda: make_compare_page(results).write(page))
         written = [*RESULT_FILE_NAMES, "compare.md", *(() if code else ("compare.html",))]
         console.out(f"{folder}: {', '.join(written)}", highlight=False)
-        columns = [HEADS.index(head) for head in _PAPER]
-        heads = _list_heads(results)
+        plain, heads = _list_columns(results), _list_heads(results)
+        columns = [k for k, head in enumerate(plain) if head not in _NOT_IN_PAPERS]
         paper = Table.from_rows([heads[k] for k in columns], [[row[k] for k in columns] for row in _rows(results)])
         files = partial(export_files, folder, export_formats, results, _figures(results), paper)
         code = terminal.attempt("a file of --export", files) or code
         documents = [{**asdict(each.facts), "metrics": get_final_metrics(each.curves)} for each in runs]
         terminal.print_json_if_requested(lambda: {"folder": folder, "runs": documents, "failures": failures})
+    if is_interrupted:
+        raise KeyboardInterrupt
     return 1 if failures else code
 
 
@@ -188,55 +227,81 @@ def simulate_and_measure(
     replicas: int,
     seed: int,
     progress: Callable[[int, int], None] = lambda done, rounds: None,
+    *,
+    metrics: Sequence[str] | None = None,
+    checkpoints: int | Sequence[int] = CHECKPOINTS,
 ) -> Result:
     """Simulate and measure one run; call `progress` with the completed rounds and all rounds."""
     run, data = experiment.run, experiment.records
-    metrics, rounds, seconds = Metrics(run, data), simulate_rounds(run, data, SeededNoise(seed), replicas), 0.0
+    measured = Metrics(run, data, metrics=metrics, checkpoints=checkpoints)
+    rounds, seconds = simulate_rounds(run, data, SeededNoise(seed), replicas), 0.0
     while True:
         began = time.perf_counter()
         step = next(rounds, None)
         seconds += time.perf_counter() - began
         if step is None:
             break
-        metrics.add_round(step)
+        measured.add_round(step)
         progress(step.t + 1, run.spec.rounds)
     rate = replicas * run.spec.rounds / seconds
-    return Result(collect_facts(experiment.prepared_run, name, rounds_per_s=rate), metrics.curves)
+    return Result(collect_facts(experiment.prepared_run, name, rounds_per_s=rate), measured.curves)
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------
 
 
+def _list_shown_metrics(results: Results) -> list[str]:
+    """List the metrics of the table: all if few were measured; else those of `HEADS`, and those that are no default."""
+    measured = list(dict.fromkeys(name for each in results.runs for name in each.curves.curves))
+    if len(measured) <= _MAX_SHOWN_METRICS:
+        return measured
+    return [name for name in measured if name in _METRIC_OF_HEAD.values() or name not in DEFAULT_METRICS]
+
+
+def _list_columns(results: Results) -> tuple[str, ...]:
+    """List the columns: those of `HEADS` without metrics that were not measured, and one for each other metric."""
+    shown = _list_shown_metrics(results)
+    usual = [head for head in HEADS if head not in _METRIC_OF_HEAD or _METRIC_OF_HEAD[head] in shown]
+    others = [_format_metric(name) for name in shown if name not in _METRIC_OF_HEAD.values()]
+    place = usual.index("floats sent")
+    return (*usual[:place], *others, *usual[place:])
+
+
+def _format_metric(name: str) -> str:
+    return name.replace("_", " ")
+
+
 def _list_heads(results: Results) -> tuple[str, ...]:
     """Return the heads of the columns, with the delta of the epsilons."""
     deltas = {each.facts.delta for each in results.runs}
+    columns = _list_columns(results)
     if deltas == {0.0}:
-        return HEADS
+        return columns
     at_delta = f", delta {deltas.pop():g}" if len(deltas) == 1 else ", at the spec's delta"
-    return tuple(head + at_delta * (head in _TIGHT) for head in HEADS)
+    return tuple(head + at_delta * (head in _TIGHT) for head in columns)
 
 
 def _rows(results: Results) -> list[tuple[str, ...]]:
-    return [_row(each) for each in results.runs]
+    columns = _list_columns(results)
+    return [_row(each, columns) for each in results.runs]
 
 
-def _row(result: Result) -> tuple[str, ...]:
+def _row(result: Result, columns: Sequence[str]) -> tuple[str, ...]:
     facts = result.facts
     regret = _final(result, "static_regret", 1.0 / (float(result.curves.rounds_with_records[-1]) or math.nan))
-    return (
-        facts.spec,
-        facts.algorithm,
-        facts.threat_model or MISSING_VALUE,
-        format_number(facts.epsilon_paper),
-        format_number(facts.epsilon_record_use),
-        format_number(facts.epsilon_record),
-        _final(result, "accuracy"),
-        _final(result, "average_loss"),
-        regret,
-        _final(result, "consensus_error"),
-        format_count(facts.floats),
-        format_number(facts.rounds_per_s, 3),
-    )
+    cells = {
+        "spec": facts.spec,
+        "algorithm": facts.algorithm,
+        "threat model": facts.threat_model or MISSING_VALUE,
+        "ε, paper": format_number(facts.epsilon_paper),
+        "ε per record use": format_number(facts.epsilon_record_use),
+        "ε per record": format_number(facts.epsilon_record),
+        **{_format_metric(name): _final(result, name) for name in METRICS},
+        "regret per round": regret,
+        "floats sent": format_count(facts.floats),
+        "rounds/s": format_number(facts.rounds_per_s, 3),
+    }
+    return tuple(cells[head] for head in columns)
 
 
 def _final(result: Result, name: str, factor: float = 1.0) -> str:
@@ -247,8 +312,8 @@ def _final(result: Result, name: str, factor: float = 1.0) -> str:
 
 
 def _print_table(results: Results, console: Console) -> None:
-    heads = _list_heads(results)
-    optional_columns = [heads[HEADS.index(head)] for head in _OPTIONAL_COLUMNS]
+    columns, heads = _list_columns(results), _list_heads(results)
+    optional_columns = [heads[columns.index(head)] for head in _OPTIONAL_COLUMNS if head in columns]
     table, left_out = terminal.fit_table(
         console.width,
         heads,
@@ -263,7 +328,7 @@ def _print_table(results: Results, console: Console) -> None:
 
 def format_markdown(results: Results) -> str:
     """Format the table as Markdown."""
-    rule = ["---"] * _TEXT_COLUMN_COUNT + ["---:"] * (len(HEADS) - _TEXT_COLUMN_COUNT)
+    rule = ["---"] * _TEXT_COLUMN_COUNT + ["---:"] * (len(_list_columns(results)) - _TEXT_COLUMN_COUNT)
     rows = [
         _list_heads(results),
         rule,
@@ -293,7 +358,17 @@ def _figures(results: Results) -> list[Figure]:
             "rounds",
             form=form,
         )
-        for metric, title, form in _PLOTS
+        for metric, title, form in _list_plots(results)
+    ]
+
+
+def _list_plots(results: Results) -> list[tuple[str, str, Literal["number", "share"]]]:
+    """List the plots of measured metrics: those of `_PLOTS`, and of every column that `HEADS` lacks."""
+    shown = _list_shown_metrics(results)
+    usual = [plot for plot in _PLOTS if any(plot[0] in each.curves for each in results.runs)]
+    known = {*_METRIC_OF_HEAD.values(), *(metric for metric, *_ in usual)}
+    return usual + [
+        (name, _format_metric(name), "share" if is_share(name) else "number") for name in shown if name not in known
     ]
 
 
@@ -301,6 +376,9 @@ def compare(
     experiments: Mapping[str, Experiment | Path | str] | Sequence[Experiment | Path | str],
     replicas: int = 10,
     seed: int = 0,
+    *,
+    metrics: Sequence[str] | None = None,
+    checkpoints: int | Sequence[int] = CHECKPOINTS,
 ) -> Results:
     """Simulate several experiments that hold out the same records, and return their results side by side.
 
@@ -308,13 +386,16 @@ def compare(
         experiments: Mapping from name to experiment; or a list, each under its own name. Paths are those of spec files.
         replicas: Repetitions of each, which differ in their noise alone.
         seed: Seed of the noise, the same for each.
+        metrics: Names of metrics to compute (docs/metrics.md). Default: losses, regrets, agreement and accuracy.
+        checkpoints: Numbers of rounds after which to measure; or how many, evenly spread on a logarithmic scale up to the last.
 
     Returns:
         A run per experiment. `summary()` has a row for each run and metric; `runs[k].facts` has the guarantee of the k-th.
 
     Raises:
-        SpecError: Names are not unique, records differ, or an experiment cannot be run.
+        SpecError: Names are not unique, records differ, or an experiment cannot be run or measured.
         DataError: The data cannot be used.
+        InterruptedSimulation: Ctrl-C after the first experiment; its `results` have the complete ones.
 
     >>> from sottovoce_core.experiment import Experiment
     >>> noisy = Experiment(rounds=5, learners=3, algorithm={"name": "ldp-dol", "sigma": 4.0})
@@ -334,4 +415,15 @@ def compare(
         )
     for _, each in named:
         _require_same_records(each.data, named[0][1].data)
-    return Results(tuple(simulate_and_measure(name, each, replicas, seed) for name, each in named))
+    for _, each in named:  # before the first is simulated
+        select_metrics(each.run.loss, each.records, metrics)
+        resolve_checkpoints(each.rounds, checkpoints)
+    runs: list[Result] = []
+    try:
+        for name, each in named:
+            runs.append(simulate_and_measure(name, each, replicas, seed, metrics=metrics, checkpoints=checkpoints))
+    except KeyboardInterrupt:
+        if not runs:
+            raise
+        raise InterruptedSimulation(Results(tuple(runs))) from None
+    return Results(tuple(runs))

@@ -21,8 +21,8 @@ from sottovoce_core.api import Simulation, resolve_noise, simulate
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import Experiment
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce_core.results import Results
-from sottovoce_core.runs.metrics import Curves
+from sottovoce_core.results import InterruptedSimulation, Results
+from sottovoce_core.runs.metrics import CHECKPOINTS, Curves
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.simulator import SimulatedRound
 from sottovoce_core.runs.simulator import simulate_rounds as rounds_of
@@ -85,11 +85,23 @@ def simulate_to_folder(
     replicas: int,
     seed: int,
     recorded_noise: Path | None,
+    metrics: Sequence[str] | None = None,
+    checkpoints: int | Sequence[int] = CHECKPOINTS,
 ) -> Simulation:
     """Simulate a run and write `spec.yaml`, and a Parquet file for each name in `outputs`.
 
     `decisions` are those in use when a round's records arrive; the last rows, of round `rounds`, are the final ones, which
     `models` contains alone. `metrics` writes `results.parquet` and `results.json`, and prints the final values.
+
+    Args:
+        folder: Output folder.
+        experiment: Experiment to simulate.
+        outputs: Names of outputs.
+        replicas: Independent repetitions.
+        seed: Seed of the noise.
+        recorded_noise: File that replaces seeded noise.
+        metrics: Names of metrics; None: the default ones.
+        checkpoints: Numbers of rounds after which to measure, or how many.
     """
     spec = experiment.run.spec
     source = resolve_noise(recorded_noise, seed, experiment.run)
@@ -117,8 +129,14 @@ def simulate_to_folder(
                 noise_writer.write(step)
             report("simulating", step.t + 1, spec.rounds, "rounds")
 
+        files.enter_context(_keep_interrupted_results(folder, experiment, seed, recorded_noise))
         done = simulate(
-            experiment, replicas, metrics="metrics" in outputs, noise=recorder or source, progress=write_round
+            experiment,
+            replicas,
+            metrics="metrics" in outputs and (metrics or True),
+            checkpoints=checkpoints,
+            noise=recorder or source,
+            progress=write_round,
         )
         for file in filter(None, (decisions, models)):
             file.write(spec.rounds, "decision", done.decisions)
@@ -138,6 +156,22 @@ def simulate_to_folder(
         results.write(folder, seed=seed)
         _print_metrics(done.curves)
     return done
+
+
+@contextmanager
+def _keep_interrupted_results(
+    folder: Path, experiment: Experiment, seed: int, recorded_noise: Path | None
+) -> Iterator[None]:
+    """Write the results of the checkpoints until then if Ctrl-C ends the block."""
+    try:
+        yield
+    except InterruptedSimulation as interrupt:
+        results = interrupt.results if recorded_noise is None else _remove_guarantee(interrupt.results)
+        write_text(folder / "spec.yaml", dump_spec(experiment.run.spec, folder))
+        results.write(folder, seed=seed)
+        last, rounds = int(results.runs[0].curves.rounds[-1]), experiment.run.spec.rounds
+        terminal.print_notice(f"results until round {last:,} of {rounds:,} are kept: {folder}")
+        raise
 
 
 @contextmanager
@@ -209,7 +243,7 @@ def _print_metrics(curves: Curves, console: Console | None = None) -> None:
             console.out(f"{name}: {value}", highlight=False)
     if console.is_terminal:
         console.print(table)
-    if not curves.has_records_in_all_rounds:
+    if "average_loss" in curves and not curves.has_records_in_all_rounds:
         with_records, rounds = (
             format_number(float(curves.rounds_with_records[-1])),
             pluralize(int(curves.rounds[-1]), "round"),

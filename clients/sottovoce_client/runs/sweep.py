@@ -17,8 +17,8 @@ from sottovoce_core.auditing.worlds import ProgressCallback, discard_progress
 from sottovoce_core.data.catalogue import get_data_folders
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.experiment import Experiment, PreparedRun, prepare, require_count, resolve_experiment
-from sottovoce_core.results import Result, Results, collect_facts
-from sottovoce_core.runs.metrics import Curves
+from sottovoce_core.results import InterruptedSimulation, Result, Results, collect_facts
+from sottovoce_core.runs.metrics import Curves, resolve_checkpoints, select_metrics
 from sottovoce_core.runs.simulator import SimulatedRound
 
 
@@ -31,6 +31,7 @@ class _Job:
     replicas: int
     seed: np.random.SeedSequence
     metrics: Sequence[str] | None
+    checkpoints: int | Sequence[int]
     on_progress: ProgressCallback = discard_progress
 
     @property
@@ -46,6 +47,7 @@ def sweep(
     *,
     seed: int = 0,
     metrics: Sequence[str] | None = None,
+    checkpoints: int | Sequence[int] = 1,
     vary_data: bool = False,
     target: float | None = None,
     delta: float = 0.0,
@@ -64,7 +66,8 @@ def sweep(
         changes: Values of each field; a field of a section is named by its path, with dots.
         replicas: Repetitions of each combination.
         seed: Seed of the noise.
-        metrics: Names of metrics (default: all; see docs/metrics.md), each after the last round.
+        metrics: Names of metrics to compute (docs/metrics.md). Default: losses, regrets, agreement and accuracy.
+        checkpoints: Numbers of rounds after which to measure; or how many, evenly spread on a logarithmic scale up to the last.
         vary_data: Whether each seed partitions the records anew.
         target: Epsilon of one use of a record to which the noise of every combination is calibrated; None: as it is.
         delta: Delta of the target and of the epsilons in the results (0: that of the spec).
@@ -73,14 +76,15 @@ def sweep(
         progress: Called with the numbers of completed jobs and of all jobs.
 
     Returns:
-        A run per combination, measured after the last round. `summary()` has a row for each run and metric, with the mean over
-        the seeds, 95 % interval and epsilon (with `vary_data` the largest of all seeds); `metrics` has every number.
+        A run per combination. `summary()` has a row for each run and metric after the last checkpoint, with the mean over the
+        seeds, 95 % interval and epsilon (with `vary_data` the largest of all seeds); `metrics` has every number.
 
     Raises:
-        SpecError: A field or value is not allowed (the error names the combination, before any simulation), a metric does not
-            exist, or a package that the backend or the metrics need is not installed.
+        SpecError: A field, value, metric or checkpoint is not allowed (the error names the combination, before any simulation),
+            or a package that the backend or the metrics need is not installed.
         Unavailable: The cluster does not answer.
         DataError: The data cannot be used.
+        InterruptedSimulation: Ctrl-C after the first combination; its `results` have the complete ones.
 
     >>> from sottovoce_core.experiment import Experiment
     >>> experiment = Experiment(rounds=5, learners=3, algorithm="ldp-dol")
@@ -92,8 +96,8 @@ def sweep(
     """
     return sweep_with_progress(
         lambda _: None, experiment, changes, replicas,
-        seed=seed, metrics=metrics, vary_data=vary_data, target=target, delta=delta, backend=backend, jobs=jobs,
-        progress=progress,
+        seed=seed, metrics=metrics, checkpoints=checkpoints, vary_data=vary_data, target=target, delta=delta,
+        backend=backend, jobs=jobs, progress=progress,
     )  # fmt: skip
 
 
@@ -110,6 +114,7 @@ def sweep_with_progress(
     target: float | None = None,
     delta: float = 0.0,
     metrics: Sequence[str] | None = None,
+    checkpoints: int | Sequence[int] = 1,
     progress: CountCallback | None = None,
     report: ProgressReporter = ignore_progress,
 ) -> Results:
@@ -121,13 +126,25 @@ def sweep_with_progress(
     if vary_data and "data.seed" in changes:
         raise SpecError("data.seed must not be among the changes with vary_data, which changes it for each seed")
     settings = [dict(zip(changes, setting, strict=True)) for setting in itertools.product(*changes.values())]
-    each = [_apply_changes(experiment, setting, target, delta, on_ready) for setting in settings]
+
+    def require_measurable(prepared: PreparedRun) -> None:
+        select_metrics(prepared.run.loss, prepared.data, metrics)
+        resolve_checkpoints(prepared.run.spec.rounds, checkpoints)
+        on_ready(prepared)
+
+    each = [_apply_changes(experiment, setting, target, delta, require_measurable) for setting in settings]
     job_lists = [
-        _make_jobs(one, setting, replicas, seed, metrics, vary_data=vary_data)
+        _make_jobs(one, setting, replicas, seed, metrics, checkpoints, vary_data=vary_data)
         for one, setting in zip(each, settings, strict=True)
     ]
-    found = iter(_run_jobs(list(itertools.chain(*job_lists)), backend, jobs, progress, report))
-    return Results(tuple(_join(list(itertools.islice(found, len(each)))) for each in job_lists))
+    found: list[Result] = []
+    try:
+        _run_jobs(list(itertools.chain(*job_lists)), backend, jobs, progress, report, found)
+    except KeyboardInterrupt:
+        if not (complete := _join_complete(found, job_lists)).runs:
+            raise
+        raise InterruptedSimulation(complete) from None
+    return _join_complete(found, job_lists)
 
 
 def equalise(experiment: Experiment, target: float | None, delta: float) -> Experiment:
@@ -172,21 +189,27 @@ def _make_jobs(
     seeds: int,
     seed: int,
     metrics: Sequence[str] | None,
+    checkpoints: int | Sequence[int],
     *,
     vary_data: bool,
 ) -> list[_Job]:
     """Make one job of all seeds that learn from the same records."""
     if not vary_data:
-        return [_Job(experiment, changes, seeds, np.random.SeedSequence(seed), metrics)]
+        return [_Job(experiment, changes, seeds, np.random.SeedSequence(seed), metrics, checkpoints)]
     first, own = experiment.data.seed, np.random.SeedSequence(seed).spawn(seeds)
     varied = [experiment.replace(**{"data.seed": first + k}) for k in range(seeds)]
-    return [_Job(one, changes, 1, noise, metrics) for one, noise in zip(varied, own, strict=True)]
+    return [_Job(one, changes, 1, noise, metrics, checkpoints) for one, noise in zip(varied, own, strict=True)]
 
 
 def _run_jobs(
-    work: Sequence[_Job], backend: Backend, jobs: int | None, progress: CountCallback | None, report: ProgressReporter
-) -> Sequence[Result]:
-    found = []
+    work: Sequence[_Job],
+    backend: Backend,
+    jobs: int | None,
+    progress: CountCallback | None,
+    report: ProgressReporter,
+    found: list[Result],
+) -> None:
+    """Run the jobs in order, and append their results to `found`: after an interrupt it has those until then."""
     with open_mapper(backend, jobs) as mapper:
         for each in map_with_progress(
             mapper, lambda job: job.rounds, lambda done, total: report("simulating", done, total, "rounds")
@@ -194,7 +217,6 @@ def _run_jobs(
             found.append(each)
             if progress is not None:
                 progress(len(found), len(work))
-    return found
 
 
 def _run_job(job: _Job) -> Result:
@@ -204,20 +226,29 @@ def _run_job(job: _Job) -> Result:
         job.on_progress((step.t + 1) / rounds)
 
     try:
-        (run,) = simulate(job.experiment, job.replicas, job.seed, metrics=(rounds,), progress=report_round).results.runs
+        done = simulate(
+            job.experiment,
+            job.replicas,
+            job.seed,
+            metrics=True if job.metrics is None else job.metrics,
+            checkpoints=job.checkpoints,
+            progress=report_round,
+        )
     except Exception as error:
         from sottovoce_rpc.logs import describe_user_code_error
 
         if text := describe_user_code_error(error):
             error.add_note(text)
         raise
-    finals = run.curves.curves
-    # Checked here, so that the first job that ends reports it, not the last.
-    if unknown := sorted(set(job.metrics or ()) - finals.keys()):
-        raise SpecError(f"metrics must be of {', '.join(finals)}, got {', '.join(unknown)}")
-    wanted = {name: finals[name] for name in job.metrics or finals}
-    facts = collect_facts(job.experiment.prepared_run, job.experiment.name, job.changes)
-    return Result(facts, replace(run.curves, curves=wanted))
+    (run,) = done.results.runs
+    return Result(collect_facts(job.experiment.prepared_run, job.experiment.name, job.changes), run.curves)
+
+
+def _join_complete(found: Sequence[Result], job_lists: Sequence[Sequence[_Job]]) -> Results:
+    """Join the results of each combination, as far as all of its jobs have one."""
+    ends = list(itertools.accumulate(map(len, job_lists)))
+    starts = [0, *ends[:-1]]
+    return Results(tuple(_join(found[start:end]) for start, end in zip(starts, ends, strict=True) if end <= len(found)))
 
 
 def _join(runs: Sequence[Result]) -> Result:
