@@ -185,7 +185,7 @@ def test_learners_with_an_own_order_may_be_offline_and_others_may_not() -> None:
 
 @pytest.mark.parametrize("own_order", [False, True])
 def test_copies_cost_the_sum_over_learners(own_order: bool) -> None:
-    """Every learner sends messages about the same record, whatever the algorithm knows of it."""
+    """Every learner sends messages about the same record, also if the algorithm does not know that."""
     fields: dict[str, Any] = {"rounds": 8, "learners": 3, "algorithm": "ldp-dol", "topology": {"graph": "complete"}}
     alone = Experiment(**fields, data={"source": "digits"})
     copies = Experiment(**fields, data={"source": "digits", "partition": {"kind": "shared", "own_order": own_order}})

@@ -41,7 +41,7 @@ SECRET = b"\x53\x45\x43\x52\x45\x54\x21\x21"
 
 
 def frame(kind: int, content: bytes, *, flags: int = 0, stream: int = 0) -> bytes:
-    """A frame, whatever its kind."""
+    """A frame of any kind."""
     return struct.pack(">I", len(content))[1:] + struct.pack(">BBI", kind, flags, stream) + content
 
 
