@@ -47,7 +47,7 @@ CALL_TIMEOUT_S = 60.0
 
 
 def build_spec(edges: int, rounds: int) -> RunSpec:
-    """Build a spec of which every second edge of a ring is used."""
+    """Build the spec of a ring; the benchmark uses every second edge of it."""
     document = {
         "rounds": rounds,
         "learners": max(2 * edges, 3),

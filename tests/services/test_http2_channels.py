@@ -1,4 +1,4 @@
-"""What could be hidden in a connection of gRPC: a capture has it, or it does not pass."""
+"""Places where an end could hide bytes in a connection of gRPC: a capture has them, or they do not pass."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def frame(kind: int, content: bytes, *, flags: int = 0, stream: int = 0) -> byte
 
 
 def read_all(decoder: GrpcDecoder, direction: Direction, data: bytes, cuts: list[int] | None = None) -> list[Event]:
-    """What a relay records of the last bytes of a direction."""
+    """Decode the last bytes of a direction; return all events."""
     events = read(decoder, direction, data, cuts)
     return [*events, *decoder.end("back"), *decoder.end(direction), *decoder.take_frames(direction)]
 

@@ -15,7 +15,9 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from sottovoce_client.cli import app
 from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_eavesdropper import worker_pool
 from sottovoce_eavesdropper.capture_reader import open_capture
@@ -131,7 +133,7 @@ async def test_a_worker_that_stops_in_order_loses_nothing(tmp_path: Path) -> Non
 async def test_a_worker_that_is_frozen_is_taken_as_dead_and_joins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a host that has vanished without a word, whose stream stays open."""
+    """Its stream stays open, as that of a host that loses its network."""
     monkeypatch.setattr(worker_pool, "_SILENCE_TIMEOUT_S", 2.0)
     spec = spec_of(rounds=400)
     async with network(tmp_path, NAMES, remote_workers=2) as up, joined(up, HOSTS[0]), process(up, HOSTS[1]) as worker:
@@ -153,7 +155,7 @@ async def test_a_worker_that_is_frozen_is_taken_as_dead_and_joins_again(
 async def test_a_worker_that_is_killed_at_any_step_loses_nothing_that_is_not_named(
     tmp_path: Path, steps: Sequence[str]
 ) -> None:
-    """One run, in which it dies at each step in turn, and another one joins from the same host."""
+    """In one run a worker dies at each step in turn, and another one joins from the same host."""
     deaths, stop, spec = list[str](), asyncio.Event(), spec_of(rounds=1_000_000)
 
     async def die_at_each_step(up: Network) -> None:
@@ -251,6 +253,19 @@ async def test_learners_are_sent_to_the_host_of_each_worker(tmp_path: Path) -> N
         await eavesdropper.stop()
     assert opened.mirror_address.startswith("main.example:")
     assert {each.rpartition(":")[0] for each in opened.relay_addresses} == set(hosts)
+
+
+@pytest.mark.parametrize(
+    ("options", "required"),
+    [
+        (["--workers", "2", "--remote-workers", "2"], "exclude each other, got 2 and 2"),
+        (["--join", "127.0.0.1:7500", "--workers", "2"], "leave out --workers"),
+        (["--join", "127.0.0.1:7500", "--remote-workers", "2"], "leave out --workers"),
+    ],
+)
+def test_options_of_workers_that_contradict_are_refused(options: list[str], required: str) -> None:
+    result = CliRunner().invoke(app, ["eavesdropper", "--listen", "127.0.0.1:0", *options])
+    assert isinstance(result.exception, SpecError) and required in str(result.exception)
 
 
 # ---- who may join ----------------------------------------------------------------------------------------------------

@@ -255,6 +255,10 @@ def eavesdropper(
 
     if workers and remote_workers:
         raise SpecError(f"--workers and --remote-workers exclude each other, got {workers} and {remote_workers}")
+    if join is not None and (workers or remote_workers):
+        raise SpecError(
+            "--join makes this process a worker, which has no workers: leave out --workers and --remote-workers"
+        )
     options = get_common_options()
     config = service.EavesdropperConfig(
         listen,
