@@ -48,6 +48,24 @@ def csv(tmp_path: Path) -> Callable[[str], Path]:
     return save
 
 
+# ---- only some labels ------------------------------------------------------------------------------------------------
+
+
+def test_only_records_with_the_wanted_labels_are_used(npz: Save) -> None:
+    X, y = np.arange(12.0).reshape(6, 2), np.array([8, 1, 6, 8, 1, 6])
+    path = npz(X=X, y=y, X_test=X[:3], y_test=y[:3], learner=np.arange(6), round=np.arange(6))
+    kept = load(path, only_labels=[6, "8"])
+    assert np.array_equal(kept.features, X[[0, 2, 3, 5]])
+    assert kept.labels.tolist() == [1, 0, 1, 0]
+    assert (kept.learner is not None and kept.learner.tolist()) == [0, 2, 3, 5]
+    assert (kept.round is not None and kept.round.tolist()) == [0, 2, 3, 5]
+    assert kept.test is not None
+    assert np.array_equal(kept.test.features, X[[0, 2]])
+    assert kept.class_names == ("6", "8")
+    with pytest.raises(SpecError, match="only_labels must be labels that occur, got 7"):
+        load(path, only_labels=[6, 7])
+
+
 # ---- named sources ---------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sottovoce_core.arrays import AnyArray, Batch, FloatArray, IntArray, as_floats, has_unrepresentable_integers
+from sottovoce_core.arrays import AnyArray, Batch, BoolArray, FloatArray, IntArray, as_floats, has_unrepresentable_integers
 from sottovoce_core.data.catalogue import CATALOGUE, DATA_FOLDER_VARIABLE, find_dataset_file, suggest_name
 from sottovoce_core.data.cells import normalise_text
 from sottovoce_core.data.columns import WRONG_VALUE_COUNT_REASON, read_cells, read_columns
@@ -138,7 +138,30 @@ def read_source(data: DataSpec, folders: Sequence[Path] = ()) -> RawTable:
     """
     table = _read_table(data, folders)
     _require_valid_table(table, str(data.source))
-    return table
+    return table if data.only_labels is None else _select_labels(table, data.only_labels)
+
+
+def _select_labels(table: RawTable, wanted: tuple[int | str, ...]) -> RawTable:
+    """Return the records that have one of these labels, also of the test part.
+
+    Raises:
+        SpecError: no record has one of the labels.
+    """
+    names = list(map(str, wanted))
+
+    def is_wanted(labels: AnyArray) -> BoolArray:
+        distinct, places = np.unique(labels, return_inverse=True)
+        is_chosen: BoolArray = np.isin(format_labels(distinct), names)[places]
+        return is_chosen
+
+    if unknown := set(names).difference(format_labels(np.unique(table.labels))):
+        raise SpecError(f"data.only_labels must be labels that occur, got {', '.join(sorted(unknown))}")
+    used = is_wanted(table.labels)
+    test = None if table.test is None else (table.test[0][rows := is_wanted(table.test[1])], table.test[1][rows])
+    learner, rounds = (None if each is None else each[used] for each in (table.learner, table.round))
+    return replace(
+        table, features=table.features[used], labels=table.labels[used], learner=learner, round=rounds, test=test
+    )
 
 
 def _read_table(data: DataSpec, folders: Sequence[Path]) -> RawTable:

@@ -157,7 +157,7 @@ def _require_source(source: object) -> object:
 
 
 LIVE_SOURCE = "live"
-_FILE_ONLY_FIELDS = ("label", "partition", "order", "reuse", "test_fraction", "scale")
+_FILE_ONLY_FIELDS = ("label", "only_labels", "partition", "order", "reuse", "test_fraction", "scale")
 """Fields that determine the use of records in a file."""
 
 with warnings.catch_warnings():
@@ -179,6 +179,8 @@ with warnings.catch_warnings():
         """Label column of a `.csv` or `.parquet` file (default: `label`, else `y`, else the last column)."""
         positive: tuple[int | str, ...] | None = None
         """Labels that count as 1 in a binary problem (default: the later half, sorted; with a schema, in its order)."""
+        only_labels: tuple[int | str, ...] | None = None
+        """Labels of the records to use; others are left out, also of a test part. None: all records."""
         partition: AnyPartition = IidPartition()
         """Partition among learners; ignored if the file has a `learner` column."""
         order: Literal["given", "shuffled"] = "shuffled"
@@ -203,6 +205,8 @@ with warnings.catch_warnings():
         def _require_compatible_fields(self) -> DataSpec:
             if self.schema is not None and self.label is not None:
                 raise ValueError("label must be left out with a schema, which declares it")
+            if self.schema is not None and self.only_labels is not None:
+                raise ValueError("only_labels must be left out with a schema, which declares the labels")
             if self.schema is not None and self.scale.kind != "none":
                 raise ValueError("scale must be none with a schema, which scales by declared bounds")
             if self.schema is not None and not isinstance(self.source, str):
