@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
+import runpy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -77,7 +77,9 @@ def run_item(
     pairs = [(variant, setting) for variant in item.variants for setting in item.settings]
     missing = [_Job(paper, name, form, *pair) for pair in pairs if pair not in done]
     with open_mapper(backend, jobs) as mapper:
-        progress = map_with_progress(mapper, lambda _: 1000, lambda ready, all_: report(name, ready // 10, all_ // 10, "%"))
+        progress = map_with_progress(
+            mapper, lambda _: 1000, lambda ready, all_: report(name, ready // 10, all_ // 10, "%")
+        )
         for job, row in zip(missing, progress(_run_job, missing), strict=True):
             done[job.variant, job.setting] = row
             seconds = kept["seconds"] + time.monotonic() - began
@@ -98,13 +100,13 @@ def _run_job(job: _Job) -> dict[str, Any]:
         def report_round(step: SimulatedRound) -> None:
             job.on_progress((step.t + 1) / experiment.rounds)
 
-        curves = simulate(
+        (run,) = simulate(
             experiment, replicas, metrics=metrics, checkpoints=_fit(item.checkpoints, experiment), progress=report_round
-        ).curves
-        assert curves is not None
+        ).results.runs
+        curves = run.curves
         found |= {each: _describe(curves.rounds.tolist(), curves[each].replicas) for each in metrics}
     if item.script is not None:
-        measured = _load_script(FOLDER / job.paper / item.script)(experiment, replicas)
+        measured = runpy.run_path(str(FOLDER / job.paper / item.script))["measure"](experiment, replicas)
         found |= {each: _describe([experiment.rounds], np.atleast_2d(values)) for each, values in measured.items()}
     found |= dict(_measure_budgets(item, experiment))
     return {"variant": job.variant, "setting": job.setting, "measures": {each: found[each] for each in item.measures}}
@@ -147,17 +149,6 @@ def _round(value: float) -> float | str | None:
     if math.isnan(value):
         return None
     return "inf" if math.isinf(value) else float(f"{value:.{_DIGITS}g}")
-
-
-def _load_script(path: Path) -> Callable[[Experiment, int], Mapping[str, Any]]:
-    """Return the function `measure` of an item's script."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    measure: Callable[[Experiment, int], Mapping[str, Any]] = module.measure
-    return measure
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def judge(item: Item, document: Mapping[str, Any]) -> tuple[str, list[str]]:
     reproduced`; `not stated`, there is nothing to check. Of a finding: `confirmed` or `not confirmed`.
     """
     rows = {(row["variant"], row["setting"]): row for row in document["rows"]}
-    failed = {check.rule == "within": [] for check in item.checks}
+    failed: dict[bool, list[str]] = {check.rule == "within": [] for check in item.checks}
     for check in item.checks:
         found = _check_values(item, check, rows) if check.rule == "within" else _check_order(item, check, rows)
         failed[check.rule == "within"] += list(found)
