@@ -91,7 +91,9 @@ def _run(console: Console, paper: str, name: str, options: argparse.Namespace) -
         document = run_item(paper, name, form, _UNFINISHED, report, options.backend, options.jobs)
     console.print(f"\n{item.title}", style="bold")
     console.print(item.shows, markup=False)
-    console.print(_tabulate(item, document))
+    table = _tabulate(item, document)
+    wide = Console(highlight=False, width=max(console.width, 200))
+    Console(highlight=False, width=wide.measure(table).maximum).print(table)  # not cut to the terminal
     differences = []
     if form == "check":
         differences = [] if options.store else compare_with_stored(document, read_results(paper, name).get("check", {}))

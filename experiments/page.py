@@ -13,7 +13,7 @@ from experiments.item import FOLDER, PAPERS, Item, list_items, load_item
 from experiments.run import get_last, read_results
 from experiments.verdict import judge
 from sottovoce_client.atomic_files import write_atomically
-from sottovoce_client.formatting import format_number
+from sottovoce_client.formatting import format_number, format_with_error
 from sottovoce_client.reports.figure import Figure
 from sottovoce_client.reports.plot_elements import (
     Axis,
@@ -49,9 +49,7 @@ def format_cells(item: Item, row: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield for each measure our value, with the standard deviation over the replicas, and the paper's if it prints any."""
     for measure, is_printed in list_measures(item):
         ours, deviation = get_last(row, measure), get_last(row, measure, "deviation")
-        text = "–" if ours is None else format_number(ours)
-        if deviation:
-            text += f" ± {format_number(deviation, 2)}"
+        text = "–" if ours is None else format_with_error(ours, deviation or 0.0)
         printed = item.get_paper_value(row["variant"], row["setting"], measure)
         yield [text, *(["" if printed is None else format_number(printed)] if is_printed else [])]
 

@@ -78,13 +78,14 @@ def run_item(
     missing = [_Job(paper, name, form, *pair) for pair in pairs if pair not in done]
     with open_mapper(backend, jobs) as mapper:
         progress = map_with_progress(
-            mapper, lambda _: 1000, lambda ready, all_: report(name, ready // 10, all_ // 10, "%")
+            mapper, lambda _: 1000, lambda ready, total: report(name, 100 * ready // max(total, 1), 100, "%")
         )
         for job, row in zip(missing, progress(_run_job, missing), strict=True):
             done[job.variant, job.setting] = row
             seconds = kept["seconds"] + time.monotonic() - began
             _write(path, {"key": key, "rows": list(done.values()), "seconds": seconds})
     seconds = kept["seconds"] + time.monotonic() - began
+    path.unlink(missing_ok=True)
     return {"form": form, "seconds": round(seconds, 1), "rows": [done[pair] for pair in pairs]}
 
 
