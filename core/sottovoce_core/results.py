@@ -23,7 +23,7 @@ from sottovoce_core.budget.cost import LearnerCost, combine_costs
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.privacy.guarantee import ThreatModel
-from sottovoce_core.runs.metrics import Curve, Curves
+from sottovoce_core.runs.curves import Curve, Curves
 from sottovoce_core.runs.transcript import import_parquet
 from sottovoce_core.spec import dump_spec
 from sottovoce_core.table import Table

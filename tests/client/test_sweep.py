@@ -24,7 +24,7 @@ from sottovoce_client.runs.sweep import sweep
 from sottovoce_core.api import simulate
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.results import Facts, Result, Results, compute_bootstrap_intervals, read_results
-from sottovoce_core.runs.metrics import Curve, Curves
+from sottovoce_core.runs.curves import Curve, Curves
 from sottovoce_core.table import Table
 from tests.core.test_experiment import small
 

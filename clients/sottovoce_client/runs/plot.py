@@ -26,7 +26,7 @@ from sottovoce_client.reports.plot_elements import (
 from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.errors import SpecError
 from sottovoce_core.results import Result, Results, compute_bootstrap_intervals
-from sottovoce_core.runs.metrics import Curves
+from sottovoce_core.runs.curves import Curves
 from sottovoce_core.table import Table
 
 _BAND_STANDARD_ERRORS = 2.0

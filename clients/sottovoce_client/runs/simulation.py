@@ -22,7 +22,8 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import Experiment
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
 from sottovoce_core.results import InterruptedSimulation, Results
-from sottovoce_core.runs.metrics import CHECKPOINTS, Curves
+from sottovoce_core.runs.curves import Curves
+from sottovoce_core.runs.metrics import CHECKPOINTS
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.simulator import SimulatedRound
 from sottovoce_core.runs.simulator import simulate_rounds as rounds_of

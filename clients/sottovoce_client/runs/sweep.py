@@ -18,7 +18,8 @@ from sottovoce_core.data.catalogue import get_data_folders
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.experiment import Experiment, PreparedRun, prepare, require_count, resolve_experiment
 from sottovoce_core.results import InterruptedSimulation, Result, Results, collect_facts
-from sottovoce_core.runs.metrics import Curves, resolve_checkpoints, select_metrics
+from sottovoce_core.runs.curves import Curves
+from sottovoce_core.runs.metrics import resolve_checkpoints, select_metrics
 from sottovoce_core.runs.simulator import SimulatedRound
 
 
