@@ -271,7 +271,8 @@ def compute_bootstrap_intervals(values: FloatArray) -> tuple[FloatArray, FloatAr
     if n < 2:
         return np.full(rows, math.nan), np.full(rows, math.nan)
     drawn = np.random.default_rng(0).integers(n, size=(_RESAMPLES, n))
-    ends = [np.quantile(row[drawn].mean(axis=1), [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2]) for row in values]
+    with np.errstate(invalid="ignore"):  # infinite values have no interval
+        ends = [np.quantile(row[drawn].mean(axis=1), [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2]) for row in values]
     low, high = np.array(ends).T
     return low, high
 

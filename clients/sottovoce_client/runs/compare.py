@@ -416,7 +416,7 @@ def compare(
     for _, each in named:
         _require_same_records(each.data, named[0][1].data)
     for _, each in named:  # before the first is simulated
-        select_metrics(each.run.loss, each.records, metrics)
+        select_metrics(each.run, each.records, metrics)
         resolve_checkpoints(each.rounds, checkpoints)
     runs: list[Result] = []
     try:

@@ -129,7 +129,7 @@ def sweep_with_progress(
     settings = [dict(zip(changes, setting, strict=True)) for setting in itertools.product(*changes.values())]
 
     def require_measurable(prepared: PreparedRun) -> None:
-        select_metrics(prepared.run.loss, prepared.data, metrics)
+        select_metrics(prepared.run, prepared.data, metrics)
         resolve_checkpoints(prepared.run.spec.rounds, checkpoints)
         on_ready(prepared)
 

@@ -35,7 +35,8 @@ class Curve:
         n = self.replicas.shape[1]
         if n < 2:
             return np.full(len(self.replicas), math.nan)
-        error: FloatArray = self.replicas.std(axis=1, ddof=1) / math.sqrt(n)
+        with np.errstate(invalid="ignore"):  # infinite values have no spread
+            error: FloatArray = self.replicas.std(axis=1, ddof=1) / math.sqrt(n)
         return error
 
     @property

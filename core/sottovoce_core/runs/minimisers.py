@@ -16,6 +16,7 @@ from sottovoce_core.data import PlacedData
 from sottovoce_core.decision_sets import Box, DecisionSet
 from sottovoce_core.errors import SpecError
 from sottovoce_core.losses import Loss
+from sottovoce_core.network.participation_schedule import Mask
 from sottovoce_core.optional import import_optional
 
 MAX_CHUNK_ELEMENTS = 2**21
@@ -187,6 +188,23 @@ class NetworkRecords:
         """Return the number of records of round t, `(learners,)`."""
         return np.array([offsets[t + 1] - offsets[t] for offsets in self.offsets], dtype=np.int64)
 
+    def own_losses(self, thetas: FloatArray, t: int) -> FloatArray:
+        """Return each learner's mean loss, without ridge, on its own records of the rounds 0..t, `(learners, replicas)`.
+
+        Not-a-number for a learner without records.
+
+        Args:
+            thetas: decisions of the learners, `(learners, replicas, dim)`.
+            t: last round.
+        """
+        losses = np.full(thetas.shape[:2], math.nan)
+        for i, (order, offsets) in enumerate(zip(self.order, self.offsets, strict=True)):
+            rows, uses = np.unique(order[: offsets[t + 1]], return_counts=True)
+            if len(rows):
+                own = Objective(self.loss, self.features[rows], self.labels[rows], uses / uses.sum(), 0.0)
+                losses[i] = own.values(thetas[i])
+        return losses
+
     def learned_until(self, t: int) -> LabelledRecords:
         """Return the records of the rounds 0..t, each once."""
         parts = [order[: offsets[t + 1]] for order, offsets in zip(self.order, self.offsets, strict=True)]
@@ -196,6 +214,10 @@ class NetworkRecords:
     def having(self, t: int) -> int:
         """Return the number of learners with records in round t."""
         return sum(bool(offsets[t + 1] > offsets[t]) for offsets in self.offsets)
+
+    def have_records(self, t: int) -> Mask:
+        """Return the mask `(learners,)` of those with records in the rounds 0..t."""
+        return np.array([offsets[t + 1] > 0 for offsets in self.offsets])
 
     def until(self, t: int) -> tuple[Objective, Objective]:
         """Return `F_t`, and the sum of `f_{s,j}` over the rounds s = 0..t and the learners j."""
