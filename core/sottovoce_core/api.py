@@ -20,7 +20,8 @@ from sottovoce_core.experiment import Experiment, require_count, resolve_experim
 from sottovoce_core.noise import NoiseSource, RecordedNoise, SeededNoise
 from sottovoce_core.privacy.guarantee import ThreatModel
 from sottovoce_core.results import InterruptedSimulation, Result, Results, collect_facts
-from sottovoce_core.runs.metrics import CHECKPOINTS, Curves, Metrics
+from sottovoce_core.runs.curves import Curves
+from sottovoce_core.runs.metrics import CHECKPOINTS, Metrics
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.simulator import SimulatedRound
 from sottovoce_core.runs.simulator import simulate_rounds as iterate_rounds

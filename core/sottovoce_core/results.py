@@ -23,7 +23,7 @@ from sottovoce_core.budget.cost import LearnerCost, combine_costs
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.privacy.guarantee import ThreatModel
-from sottovoce_core.runs.metrics import Curve, Curves
+from sottovoce_core.runs.curves import Curve, Curves
 from sottovoce_core.runs.transcript import import_parquet
 from sottovoce_core.spec import dump_spec
 from sottovoce_core.table import Table
@@ -271,7 +271,8 @@ def compute_bootstrap_intervals(values: FloatArray) -> tuple[FloatArray, FloatAr
     if n < 2:
         return np.full(rows, math.nan), np.full(rows, math.nan)
     drawn = np.random.default_rng(0).integers(n, size=(_RESAMPLES, n))
-    ends = [np.quantile(row[drawn].mean(axis=1), [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2]) for row in values]
+    with np.errstate(invalid="ignore"):  # infinite values have no interval
+        ends = [np.quantile(row[drawn].mean(axis=1), [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2]) for row in values]
     low, high = np.array(ends).T
     return low, high
 

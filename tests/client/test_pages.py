@@ -24,7 +24,7 @@ from sottovoce_core.auditing.audit import Audit, audit_simulated
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.results import Facts, Result, Results
-from sottovoce_core.runs.metrics import Curve, Curves
+from sottovoce_core.runs.curves import Curve, Curves
 from sottovoce_core.runs.run import Run
 from sottovoce_lab.gallery import _build_gallery_page
 from sottovoce_lab.reconstruction import Reconstruction

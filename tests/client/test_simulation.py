@@ -83,6 +83,20 @@ def test_noise_that_a_run_does_not_draw_is_told(
     assert f"noise.npz: z was not used: this run draws {draws}\n" in capsys.readouterr().err
 
 
+def test_recorded_noise_has_no_guarantee(tmp_path: Path) -> None:
+    changes = next(run for run in FIELD["runs"] if run["algorithm"]["name"] == "ldp-dol")
+    first = simulated(tmp_path / "first", changes, outputs=("noise", "metrics"), metrics=["privacy_loss", "error"])
+    again = tmp_path / "again"
+    noise = first / "noise.parquet"
+    simulated(again, changes, outputs=("metrics",), recorded_noise=noise, metrics=["privacy_loss", "error"])
+
+    seeded, recorded = (read_results(folder).runs[0] for folder in (first, again))
+    assert seeded.curves["privacy_loss"].final_mean == pytest.approx(seeded.facts.epsilon_record_use)
+    for values in (recorded.curves["privacy_loss"].replicas, recorded.curves["privacy_loss"].learners):
+        assert values is not None and np.isinf(values).all()
+    np.testing.assert_array_equal(recorded.curves["error"].replicas, seeded.curves["error"].replicas)
+
+
 def test_rounds_without_a_draw_have_zeros(tmp_path: Path) -> None:
     """PD-FTGL draws in the first round of a block, for the leaf of the block before: once in two blocks and a bit."""
     changes = next(run for run in FIELD["runs"] if run["name"] == "pd-ftgl")

@@ -37,7 +37,7 @@ from sottovoce_client.runs.terminal_display import display_run, print_summary
 from sottovoce_client.transcripts.query import query
 from sottovoce_core.errors import SpecError
 from sottovoce_core.results import Facts, Result, Results
-from sottovoce_core.runs.metrics import Curve, Curves
+from sottovoce_core.runs.curves import Curve, Curves
 from sottovoce_core.table import Table
 from sottovoce_core.text import escape_control
 from sottovoce_rpc.error_status import convert_status_error

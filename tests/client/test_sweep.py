@@ -6,6 +6,7 @@ import importlib
 import itertools
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from sottovoce_client.runs.sweep import sweep
 from sottovoce_core.api import simulate
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.results import Facts, Result, Results, compute_bootstrap_intervals, read_results
-from sottovoce_core.runs.metrics import Curve, Curves
+from sottovoce_core.runs.curves import Curve, Curves
 from sottovoce_core.table import Table
 from tests.core.test_experiment import small
 
@@ -218,6 +219,21 @@ def test_epsilon_may_be_across() -> None:
         drawn(table, "mean")
     with pytest.raises(SpecError, match="an axis of epsilon needs a finite epsilon, and all of these are infinite"):
         drawn(of_epsilon((1, math.inf)), "epsilon")
+
+
+def test_budgets_of_several_specs_are_one_figure_that_names_their_epsilon() -> None:
+    runs = []
+    for name, losses in (("finite", [1.0, 3.0]), ("none", [math.inf, math.inf]), ("n" * 50, [0.0, 2.5])):
+        run = one_run({}, [0.5, 0.7], losses[-1], spec=name)
+        budget = Curve(np.repeat([[each] for each in losses], 2, axis=1), None)
+        runs.append(replace(run, curves=replace(run.curves, rounds=np.array([1, 6]), curves={"privacy_loss": budget})))
+    (figure,) = drawn(Results(tuple(runs)), "rounds")
+    lines = [mark for mark in figure.marks if mark.kind == "line"]
+
+    assert [mark.name for mark in lines] == ["finite, ε 3", "none, ε ∞, not drawn", f"{'n' * 39}…, ε 2.5"]
+    assert [mark.y.tolist() for mark in lines[::2]] == [[1.0, 3.0], [0.0, 2.5]]
+    assert figure.views[0].y.title == "privacy loss, pure ε per record use"
+    assert not drawn(Results(tuple(runs)), "epsilon")  # its own axis
 
 
 def test_words_are_points_of_their_own() -> None:

@@ -19,17 +19,16 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.losses import Loss
 from sottovoce_core.losses.linear import LogisticLoss
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce_core.runs import metrics
+from sottovoce_core.runs import metrics, minimisers
+from sottovoce_core.runs.curves import Curve, Curves
 from sottovoce_core.runs.metrics import (
     DEFAULT_METRICS,
     METRICS,
-    Curve,
-    Curves,
     Metrics,
-    _Objective,
     _spread_checkpoints,
     list_metrics,
 )
+from sottovoce_core.runs.minimisers import Objective
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.simulator import SimulatedRound, simulate_rounds
 from tests.examples import made_up, small_run, small_spec
@@ -51,13 +50,13 @@ LOSSES: list[dict[str, Any]] = [
 ]
 
 
-def some_objective(loss: dict[str, Any], seed: int = 0, records: int = 60, dim: int = 4) -> _Objective:
+def some_objective(loss: dict[str, Any], seed: int = 0, records: int = 60, dim: int = 4) -> Objective:
     """Separable by half: labels follow the first feature with noise."""
     generator = np.random.default_rng(seed)
     features = generator.normal(size=(records, dim))
     labels = (features[:, 0] + generator.normal(size=records) > 0).astype(np.float64)
     weights = generator.choice([0.5, 1.0, 2.0], size=records)
-    return _Objective(small_spec(loss=loss).loss, features, labels, weights, 0.7)
+    return Objective(small_spec(loss=loss).loss, features, labels, weights, 0.7)
 
 
 def measured(run: Run, data: PlacedData, noise: Any, replicas: int = 1, **options: Any) -> Curves:
@@ -230,7 +229,7 @@ def test_the_spread_is_that_over_replicas_and_a_learner_is_a_mean_over_them() ->
 def test_computing_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     run = small_run(10)
     whole = measured(run, made_up(run.spec), SeededNoise(1), 4)
-    monkeypatch.setattr(metrics, "MAX_CHUNK_ELEMENTS", 20)
+    monkeypatch.setattr(minimisers, "MAX_CHUNK_ELEMENTS", 20)
     parts = measured(run, made_up(run.spec), SeededNoise(1), 4)
     for name, curve in whole.curves.items():
         np.testing.assert_allclose(parts[name].mean, curve.mean, rtol=1e-9, atol=1e-9)
@@ -314,8 +313,10 @@ def test_checkpoints_are_few_and_reach_from_the_first_round_to_the_last(rounds: 
 
 def test_a_chosen_metric_equals_that_among_all() -> None:
     run = small_run(12, loss={"kind": "logistic", "ridge": RIDGE, "feature_bound": 1.0})
-    together = measured(run, ragged(), SeededNoise(3), 2, metrics=METRICS)
-    assert tuple(together.curves) == METRICS
+    possible = list_metrics(run, ragged())
+    assert [name for name in METRICS if name not in possible] == [m for m in METRICS if m.startswith("assembled")]
+    together = measured(run, ragged(), SeededNoise(3), 2, metrics=possible)
+    assert tuple(together.curves) == possible
     assert tuple(measured(run, ragged(), SeededNoise(3), 2).curves) == DEFAULT_METRICS
     for name, curve in together.curves.items():
         alone = measured(run, ragged(), SeededNoise(3), 2, metrics=[name])
@@ -334,13 +335,13 @@ def test_nothing_is_computed_that_was_not_chosen(monkeypatch: pytest.MonkeyPatch
     def fail(*_: Any) -> Any:
         raise AssertionError
 
-    monkeypatch.setattr(_Objective, "minimiser", fail)
+    monkeypatch.setattr(Objective, "minimiser", fail)
     cheap = ["average_loss", "consensus_error", "error", "training_accuracy", "prequential_loss"]
     assert tuple(measured(run, made_up(run.spec), SeededNoise(1), metrics=cheap).curves) == tuple(cheap)
     for name in ("instantaneous_regret", "tracking_error", "tracking_error_of_mean", "static_regret", "dynamic_regret"):
         with pytest.raises(AssertionError):
             measured(run, made_up(run.spec), SeededNoise(1), metrics=[name])
-    monkeypatch.setattr(_Objective, "values", fail)
+    monkeypatch.setattr(Objective, "values", fail)
     monkeypatch.setattr(LogisticLoss, "values", fail)
     measured(run, made_up(run.spec), SeededNoise(1), metrics=["accuracy", "prequential_accuracy"])
 
@@ -430,14 +431,15 @@ def test_records_that_are_measurements_have_losses_and_no_accuracies() -> None:
     run = small_run(6)
     data = made_up(run.spec)
     learners = tuple(replace(own, labels=np.linspace(0.1, 0.9, len(own.labels))) for own in data.learners)
-    possible = list_metrics(run.loss, replace(data, learners=learners, test_labels=data.test_labels + 0.5))
-    assert [name for name in METRICS if name not in possible] == [
+    possible = list_metrics(run, replace(data, learners=learners, test_labels=data.test_labels + 0.5))
+    assert [name for name in METRICS if name not in possible and not name.startswith("assembled")] == [
         "accuracy",
         "balanced_accuracy",
         "error",
         "training_accuracy",
         "balanced_training_accuracy",
         "prequential_accuracy",
+        "released_error",
     ]
 
 

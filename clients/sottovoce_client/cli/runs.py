@@ -212,7 +212,7 @@ def simulate(
     outputs = _parse_outputs(write, ["metrics"] if formats or metrics else [])
     measured, at = parse_metrics(metrics), parse_checkpoints(checkpoints)
     if "metrics" in outputs:  # before the folder is created
-        select_metrics(experiment.run.loss, experiment.records, measured)
+        select_metrics(experiment.run, experiment.records, measured)
         resolve_checkpoints(experiment.rounds, at)
     WarningPrinter()(experiment.prepared_run)  # before the folder is created: an invalid spec leaves none
     require_disk_space(out or Path(), estimate_sizes(experiment.run, replicas, outputs))

@@ -115,7 +115,8 @@ def _measure(
     spec, data = prepared.run.spec, prepared.data
     found = calibrate(spec, data, BudgetTarget((epsilon,) * spec.n_learners, delta=trade.delta))
     run = build_run(found.spec, data.n_features)
-    known = [name for name in list_metrics(run.loss, data) if not name.endswith("accuracy")]  # the more, the better
+    accuracies = [name for name in list_metrics(run, data) if name.endswith("accuracy")]  # the more, the better
+    known = [name for name in list_metrics(run, data) if name not in (*accuracies, "privacy_loss")]
     if trade.metric not in known:
         raise SpecError(f"--metric must be one of {', '.join(known)}, got {trade.metric}")
     metrics = Metrics(run, data, metrics=[trade.metric], checkpoints=1)

@@ -19,7 +19,7 @@ from sottovoce_client.formatting import MISSING_VALUE, format_count, format_numb
 from sottovoce_client.reports.figure import Figure
 from sottovoce_client.reports.page import Page, PageColumn, PageTable
 from sottovoce_client.reports.plot_elements import PALETTE
-from sottovoce_client.runs.plot import export_files, make_curve_line, make_figure
+from sottovoce_client.runs.plot import export_files, make_curve_line, make_figure, name_metric
 from sottovoce_client.runs.simulation import get_final_metrics
 from sottovoce_client.runs.sweep import equalise
 from sottovoce_core.data.spec import DataSpec
@@ -368,7 +368,7 @@ def _list_plots(results: Results) -> list[tuple[str, str, Literal["number", "sha
     usual = [plot for plot in _PLOTS if any(plot[0] in each.curves for each in results.runs)]
     known = {*_METRIC_OF_HEAD.values(), *(metric for metric, *_ in usual)}
     return usual + [
-        (name, _format_metric(name), "share" if is_share(name) else "number") for name in shown if name not in known
+        (name, name_metric(name), "share" if is_share(name) else "number") for name in shown if name not in known
     ]
 
 
@@ -416,7 +416,7 @@ def compare(
     for _, each in named:
         _require_same_records(each.data, named[0][1].data)
     for _, each in named:  # before the first is simulated
-        select_metrics(each.run.loss, each.records, metrics)
+        select_metrics(each.run, each.records, metrics)
         resolve_checkpoints(each.rounds, checkpoints)
     runs: list[Result] = []
     try:

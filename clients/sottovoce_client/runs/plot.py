@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sottovoce_client.formatting import pluralize
+from sottovoce_client.formatting import format_number, pluralize
 from sottovoce_client.reports.figure import FIGURE_FORMATS, Figure, export
 from sottovoce_client.reports.plot_elements import (
     PALETTE,
@@ -26,7 +26,7 @@ from sottovoce_client.reports.plot_elements import (
 from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.errors import SpecError
 from sottovoce_core.results import Result, Results, compute_bootstrap_intervals
-from sottovoce_core.runs.metrics import Curves
+from sottovoce_core.runs.curves import Curves
 from sottovoce_core.table import Table
 
 _BAND_STANDARD_ERRORS = 2.0
@@ -36,6 +36,8 @@ _SHAPES: tuple[Literal["circle", "diamond", "cross"], ...] = ("circle", "diamond
 _SPEC = "spec"
 """Name of the spec as a changed field, if the runs of a file differ in their specs."""
 _EPSILON, _ROUNDS = "epsilon", "rounds"
+_PRIVACY_LOSS = "privacy_loss"
+"""The metric whose lines say their final epsilon, because an infinite one cannot be drawn."""
 _PRIVACY_PARAMETERS = ("epsilon", "alpha", "final_alpha")
 """Last parts of the fields that set a privacy parameter, which each algorithm defines for itself."""
 _LEGEND_ORDER_SUFFIX = ", in the order of the legend"
@@ -43,20 +45,32 @@ _LEGEND_ORDER_SUFFIX = ", in the order of the legend"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Line:
-    """Line of a plot: positions on the axis, mean, low and high; `is_curve`: the points belong to one curve."""
+    """Line of a plot: positions on the axis, mean, low and high.
+
+    `is_curve`: the points belong to one curve. `end`: addition to its name in the legend.
+    """
 
     x: FloatArray
     mean: FloatArray
     low: FloatArray
     high: FloatArray
     is_curve: bool = True
+    end: str = ""
 
 
 def make_curve_line(curves: Curves, metric: str) -> _Line:
-    """Return a metric over rounds: its mean, and two standard errors on either side."""
+    """Return a metric over rounds: its mean, and two standard errors on either side; a privacy loss with its final epsilon."""
     curve = curves[metric]
     mean, error = curve.mean, _BAND_STANDARD_ERRORS * curve.error
-    return _Line(as_floats(curves.rounds), mean, mean - error, mean + error)
+    end = ""
+    if metric == _PRIVACY_LOSS:
+        end = f", ε {format_number(curve.final_mean)}" + ", not drawn" * bool(np.isinf(mean).all())
+    return _Line(as_floats(curves.rounds), mean, mean - error, mean + error, end=end)
+
+
+def name_metric(metric: str) -> str:
+    """Return the name of a metric for people, with its unit."""
+    return metric.replace("_", " ") + ", pure ε per record use" * (metric == _PRIVACY_LOSS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +163,8 @@ class HorizontalAxis:
             if not np.isfinite(x).any():  # its epsilon is infinite
                 continue
             for metric in runs[0].curves.curves:
+                if metric == _PRIVACY_LOSS and self.x == _EPSILON:  # that is the axis
+                    continue
                 last = np.concatenate([run.curves[metric].replicas[-1:] for run in runs])[order]
                 curve = _Line(
                     x[order], last.mean(axis=1), *compute_bootstrap_intervals(last), is_curve=line_field is not None
@@ -192,7 +208,7 @@ def make_figures(axis: HorizontalAxis, log: Collection[str] | None = None) -> li
     has_several_files = len(each) > 1
     figures = []
     for metric in dict.fromkeys(metric for lines in each.values() for metric in lines):
-        words = metric.replace("_", " ")
+        words = name_metric(metric)
         named = [
             (" ".join(filter(None, (file if has_several_files else "", name))), curve)
             for file, lines in each.items()
@@ -227,7 +243,7 @@ def make_figure(
         mark
         for k, (label, each) in enumerate(lines)
         if each is not None
-        for mark in _make_marks(label, each, k, has_bands=has_bands)
+        for mark in _make_marks(shorten(label, 40) + each.end, each, k, has_bands=has_bands)
     ]
     positions = np.concatenate([*(each.x for each in drawn), np.zeros(0)])
     values = np.concatenate([*(side for each in drawn for side in (each.mean, each.low, each.high)), np.zeros(0)])
@@ -245,7 +261,7 @@ def make_figure(
 
 def _make_marks(name: str, curve: _Line, k: int, *, has_bands: bool) -> Iterator[PlotMark]:
     """Yield the band, if there is one, and the line over it; for a single point its error bar."""
-    (colour, dash), name = choose_style(k), shorten(name, 40)
+    colour, dash = choose_style(k)
     has_interval = bool(np.isfinite(curve.low).any() and np.isfinite(curve.high).any())
     if not curve.is_curve:
         half = (curve.high - curve.low) / 2 if has_interval else None

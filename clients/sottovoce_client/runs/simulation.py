@@ -22,7 +22,8 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import Experiment
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
 from sottovoce_core.results import InterruptedSimulation, Results
-from sottovoce_core.runs.metrics import CHECKPOINTS, Curves
+from sottovoce_core.runs.curves import Curve, Curves
+from sottovoce_core.runs.metrics import CHECKPOINTS
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.simulator import SimulatedRound
 from sottovoce_core.runs.simulator import simulate_rounds as rounds_of
@@ -223,7 +224,11 @@ def _remove_guarantee(results: Results) -> Results:
     """Return the same results with infinite epsilons, for noise without a guarantee."""
     infinite: dict[str, Any] = {f"epsilon_{kind}": math.inf for kind in ("paper", "record_use", "record")}
     (run,) = results.runs
-    return Results((replace(run, facts=replace(run.facts, threat_model=None, **infinite)),))
+    curves = dict(run.curves.curves)
+    if (loss := curves.get("privacy_loss")) is not None and loss.learners is not None:
+        curves["privacy_loss"] = Curve(np.full_like(loss.replicas, math.inf), np.full_like(loss.learners, math.inf))
+    facts = replace(run.facts, threat_model=None, **infinite)
+    return Results((replace(run, facts=facts, curves=replace(run.curves, curves=curves)),))
 
 
 def get_final_metrics(curves: Curves) -> dict[str, Any]:

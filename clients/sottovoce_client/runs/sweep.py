@@ -18,7 +18,8 @@ from sottovoce_core.data.catalogue import get_data_folders
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.experiment import Experiment, PreparedRun, prepare, require_count, resolve_experiment
 from sottovoce_core.results import InterruptedSimulation, Result, Results, collect_facts
-from sottovoce_core.runs.metrics import Curves, resolve_checkpoints, select_metrics
+from sottovoce_core.runs.curves import Curves
+from sottovoce_core.runs.metrics import resolve_checkpoints, select_metrics
 from sottovoce_core.runs.simulator import SimulatedRound
 
 
@@ -128,7 +129,7 @@ def sweep_with_progress(
     settings = [dict(zip(changes, setting, strict=True)) for setting in itertools.product(*changes.values())]
 
     def require_measurable(prepared: PreparedRun) -> None:
-        select_metrics(prepared.run.loss, prepared.data, metrics)
+        select_metrics(prepared.run, prepared.data, metrics)
         resolve_checkpoints(prepared.run.spec.rounds, checkpoints)
         on_ready(prepared)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from sottovoce_core.arrays import Batch, FloatArray, Scalars, broadcast_scalars
 from sottovoce_core.network.weights import Mixing
@@ -178,6 +179,25 @@ class PublicModelAlgorithm(Protocol):
 
     def is_model_public(self, rounds: int) -> bool:
         """Return whether the decision after `rounds` rounds is a function of the messages alone, for any records."""
+        ...
+
+
+@runtime_checkable
+class ReleasedDecisionAlgorithm(Protocol):
+    """Algorithm whose messages are decisions, with or without noise, as opposed to dual variables or sums of gradients."""
+
+    def released_decision(self, message: Message) -> FloatArray:
+        """Return the decision `(..., dim)` that an observer reads from a message, which may be outside the decision set."""
+        ...
+
+
+@runtime_checkable
+class BlockAlgorithm(Protocol):
+    """Algorithm whose learners can own a block of coordinates each: the network's decision is assembled from all blocks."""
+
+    @property
+    def owned_mask(self) -> npt.NDArray[np.bool_]:
+        """`(learners, dim)`, the coordinates that a learner owns. If they overlap, there is no assembled decision."""
         ...
 
 

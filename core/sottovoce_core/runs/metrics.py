@@ -10,6 +10,8 @@ Round t, counted from 0, brings records to the learners; the decision `theta_t^i
   `theta_t*` its minimiser on the decision set (Chen & Wang 2025, section II).
 - Means over rounds are over those with records: before the first record they are not-a-number.
 - Prequential metrics measure the decision `theta_t^i` on learner i's own records of round t, which it learns after that.
+- Some metrics measure other decisions in place of `theta_t^i` (`OTHER_DECISIONS`): those in messages, or the one that the
+  network assembles from the blocks of all learners.
 
 An offline learner is not measured; in sums over rounds its current decision counts.
 
@@ -18,20 +20,18 @@ Losses are unclipped. All replicas learn from the same records, so a minimiser s
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from sottovoce_core.arrays import Batch, FloatArray, IntArray
+from sottovoce_core.algorithms.interface import BlockAlgorithm, ReleasedDecisionAlgorithm
+from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.data import PlacedData
-from sottovoce_core.decision_sets import Box, DecisionSet
 from sottovoce_core.errors import SpecError
-from sottovoce_core.losses import Loss
-from sottovoce_core.network.participation_schedule import Mask
-from sottovoce_core.optional import import_optional
+from sottovoce_core.runs.curves import Curve, Curves
+from sottovoce_core.runs.decision_metrics import MINIMISER_METRICS, TEST_METRICS, TRAINING_METRICS, DecisionMetrics
+from sottovoce_core.runs.minimisers import NetworkRecords
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.simulator import SimulatedRound
 
@@ -55,76 +55,107 @@ METRICS = (
     "prequential_loss",
     "prequential_accuracy",
     "dynamic_regret",
+    "average_regret",
+    "empirical_loss",
+    "released_loss",
+    "released_error",
+    "assembled_loss",
+    "assembled_regret",
+    "assembled_mean_regret",
+    "assembled_accuracy",
+    "assembled_balanced_accuracy",
+    "assembled_prequential_accuracy",
+    "privacy_loss",
 )
 """All metrics. Definitions: docs/metrics.md."""
 
-_LOSS_SUM_METRICS = frozenset({"average_loss", "static_regret", "dynamic_regret"})
-"""Metrics that need the network loss of every round."""
-_MINIMISER_METRICS = frozenset({"instantaneous_regret", "tracking_error", "tracking_error_of_mean", "static_regret"})
-"""Metrics that need a minimiser at every checkpoint."""
-_TEST_METRICS = frozenset({"accuracy", "balanced_accuracy", "error"})
-_TRAINING_METRICS = frozenset({"training_accuracy", "balanced_training_accuracy"})
-_PREQUENTIAL_METRICS = frozenset({"prequential_loss", "prequential_accuracy"})
+OTHER_DECISIONS: Mapping[str, tuple[str, str]] = {
+    "released_loss": ("released", "empirical_loss"),
+    "released_error": ("released", "error"),
+    "assembled_loss": ("assembled", "average_loss"),
+    "assembled_regret": ("assembled", "average_regret"),
+    "assembled_mean_regret": ("assembled_mean", "average_regret"),
+    "assembled_accuracy": ("assembled", "accuracy"),
+    "assembled_balanced_accuracy": ("assembled", "balanced_accuracy"),
+    "assembled_prequential_accuracy": ("assembled", "prequential_accuracy"),
+}
+"""Metrics of other decisions than the learners' own: the decisions, and the metric that is computed of them.
+
+- `released`: the decisions that an observer reads from the messages of the round (`ReleasedDecisionAlgorithm`).
+- `assembled`: the decision of the network, each learner's block put together (`BlockAlgorithm`).
+- `assembled_mean`: the mean of the assembled decisions of the rounds 0..t.
+"""
 
 CHECKPOINTS = 25
 """Default number of checkpoints: the numbers of rounds after which a run is measured."""
 
-MAX_CHUNK_ELEMENTS = 2**21
-"""Maximum number of numbers (decisions times records) that are computed at a time: 16 MiB."""
-
-MAX_OPTIMISER_STEPS = 5_000
-_TOLERANCE = 1e-9
-"""Tolerance of the search for a minimiser: the norm of the projected gradient of a mean loss."""
-
 
 def is_share(metric: str) -> bool:
     """Return whether a metric is a share of records, in [0, 1]."""
-    return metric == "error" or metric.endswith("accuracy")
+    return metric in ("error", "released_error") or metric.endswith("accuracy")
 
 
-def list_metrics(loss: Loss, data: PlacedData) -> tuple[str, ...]:
-    """List the metrics that a run with this loss and these records can be measured by, in the order of `METRICS`."""
-    impossible: set[str] = set()
-    if not loss.is_convex:
-        impossible |= _MINIMISER_METRICS | {"dynamic_regret"}
-    if not _has_classes(data.test_labels):
-        impossible |= _TEST_METRICS
-    if not all(_has_classes(each.labels) for each in data.learners if len(each.labels)):
-        impossible |= _TRAINING_METRICS | {"prequential_accuracy"}
+def list_metrics(run: Run, data: PlacedData) -> tuple[str, ...]:
+    """List the metrics that a run with these records can be measured by, in the order of `METRICS`."""
+    impossible = {name for names, _ in _list_violations(run, data) for name in names}
     return tuple(name for name in METRICS if name not in impossible)
 
 
-def select_metrics(loss: Loss, data: PlacedData, names: Sequence[str] | None = None) -> tuple[str, ...]:
+def _list_violations(run: Run, data: PlacedData) -> Iterator[tuple[list[str], str]]:
+    """Yield the metrics that a run cannot be measured by, and what they need."""
+    if not run.loss.is_convex:
+        text = "regrets and tracking errors need a convex loss"
+        yield _list_metrics_of(MINIMISER_METRICS | {"dynamic_regret"}), text
+    if not _has_classes(data.test_labels):
+        text = "accuracy, balanced_accuracy and error need held-out records, with labels that are whole numbers"
+        yield _list_metrics_of(TEST_METRICS), text
+    if not all(_has_classes(each.labels) for each in data.learners if len(each.labels)):
+        text = "training and prequential accuracies need labels that are whole numbers"
+        yield _list_metrics_of(TRAINING_METRICS | {"prequential_accuracy"}), text
+    algorithm = run.algorithm
+    if not isinstance(algorithm, ReleasedDecisionAlgorithm):
+        text = f"released metrics need messages that are decisions, and those of {algorithm.name} are not"
+        yield [name for name in METRICS if name.startswith("released")], text
+    if not (isinstance(algorithm, BlockAlgorithm) and (algorithm.owned_mask.sum(axis=0) == 1).all()):
+        text = f"assembled metrics need learners that own a block of the decision each, which {algorithm.name} does not have"
+        yield [name for name in METRICS if name.startswith("assembled")], text
+
+
+def _list_metrics_of(names: Collection[str]) -> list[str]:
+    """List these metrics, of all kinds of decisions."""
+    return [name for name in METRICS if _split(name)[1] in names]
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return the decisions that a metric measures, and the metric that is computed of them."""
+    return OTHER_DECISIONS.get(name, ("own", name))
+
+
+def select_metrics(run: Run, data: PlacedData, names: Sequence[str] | None = None) -> tuple[str, ...]:
     """Return the metrics to measure a run by.
 
     Args:
-        loss: loss of the run.
+        run: the run.
         data: records of the run.
         names: chosen metrics (default: those of `DEFAULT_METRICS` that the run can be measured by).
 
     Raises:
         SpecError: no metric is chosen, or the run cannot be measured by one.
     """
-    possible = list_metrics(loss, data)
+    possible = list_metrics(run, data)
     if names is None:
         return tuple(name for name in DEFAULT_METRICS if name in possible)
     chosen = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
     unknown = [str(name) for name in chosen if name not in possible]
     if not chosen or unknown:
-        raise SpecError(f"metrics must be of {', '.join(possible)}, got {', '.join(unknown) or 'none'}{_hint(unknown)}")
+        hints = [text for violating, text in _list_violations(run, data) if set(unknown) & set(violating)]
+        if any(name.isdigit() for name in unknown):
+            hints.append("numbers of rounds are checkpoints")
+        raise SpecError(
+            f"metrics must be of {', '.join(possible)}, got {', '.join(unknown) or 'none'}"
+            f"{': ' * bool(hints)}{'; '.join(hints)}"
+        )
     return chosen
-
-
-def _hint(unknown: Sequence[str]) -> str:
-    """Say why the run cannot be measured by a metric that exists, or where a number belongs."""
-    if any(name.isdigit() for name in unknown):
-        return ": numbers of rounds are checkpoints"
-    if not set(unknown) & set(METRICS):
-        return ""
-    return (
-        ": regrets and tracking errors need a convex loss, accuracies need labels that are whole numbers, and accuracy, "
-        "balanced_accuracy and error need held-out records"
-    )
 
 
 def resolve_checkpoints(rounds: int, checkpoints: int | Iterable[int] = CHECKPOINTS) -> IntArray:
@@ -164,203 +195,7 @@ def _spread_checkpoints(rounds: int, max_count: int = CHECKPOINTS) -> IntArray:
     return found
 
 
-# ---- weighted losses, and their minimisers ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Objective:
-    """`sum_k weight_k phi(theta; record_k) + (pull/2) ||theta||^2`, with phi the data part of the loss, unclipped.
-
-    Attributes:
-        loss: loss of one record.
-        features: `(records, features)`, within the loss's bounds.
-        labels: `(records,)`.
-        weights: `(records,)`, positive.
-        pull: coefficient of the ridge.
-    """
-
-    loss: Loss
-    features: FloatArray
-    labels: FloatArray
-    weights: FloatArray
-    pull: float
-
-    def values(self, thetas: FloatArray) -> FloatArray:
-        """Return the objective, `(vectors,)`, for `thetas (vectors, dim)`."""
-        total: FloatArray = 0.5 * self.pull * np.vecdot(thetas, thetas)
-        batch = Batch(self.features[None], self.labels[None])
-        for part in _slice_decisions(len(thetas), len(self.labels)):
-            total[part] += self.loss.values(thetas[None, part], batch)[0] @ self.weights
-        return total
-
-    def minimiser(self, decision_set: DecisionSet, start: FloatArray) -> FloatArray:
-        """Find the point of the set `(dim,)` that minimises the objective; approximate if the loss is not smooth.
-
-        L-BFGS-B, in the bounds of a box. If that ends outside the set, accelerated projected gradient steps follow.
-
-        Args:
-            decision_set: set to search.
-            start: `(dim,)`, starting point.
-
-        Raises:
-            SpecError: the loss is not convex, or SciPy is missing.
-        """
-        if not self.loss.is_convex:
-            raise SpecError("a minimiser needs a convex loss, got one that is not convex")
-        minimize = import_optional("scipy.optimize", "SciPy", "regret or tracking error").minimize
-        mean = _Mean(self)
-        bounds = [(decision_set.low, decision_set.high)] * len(start) if isinstance(decision_set, Box) else None
-        options = {
-            "maxiter": MAX_OPTIMISER_STEPS,
-            "maxfun": 2 * MAX_OPTIMISER_STEPS,
-            "ftol": 1e-15,
-            "gtol": _TOLERANCE,
-            "maxcor": 20,
-        }
-        found = minimize(mean.value_and_gradient, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
-        free: FloatArray = np.asarray(found.x, dtype=np.float64)
-        inside = decision_set.project(free)
-        if np.linalg.norm(inside - free) <= _TOLERANCE * (1.0 + np.linalg.norm(free)):
-            return inside
-        return _descend(mean, decision_set, inside)
-
-    def shares(self) -> FloatArray:
-        """Return weights and ridge relative to the sum of the weights, `(records + 1,)`. Equal shares have equal minimisers."""
-        shares: FloatArray = np.append(self.weights, self.pull) / self.weights.sum()
-        return shares
-
-
-class _Mean:
-    """An objective divided by the sum of its weights, with its gradient."""
-
-    def __init__(self, objective: _Objective) -> None:
-        self._objective, self._total = objective, float(objective.weights.sum())
-        loss = objective.loss
-        self._loss = loss.model_copy(update={"clip_norm": None})
-        # A loss sums over records of equal weight, and there are few different weights.
-        kinds, kind = np.unique(np.round(objective.weights / objective.weights.max(), 12), return_inverse=True)
-        self._groups = [
-            (float(objective.weights[mine][0]), Batch(objective.features[None, mine], objective.labels[None, mine]))
-            for mine in (kind == k for k in range(len(kinds)))
-        ]
-
-    def value(self, theta: FloatArray) -> float:
-        return float(self._objective.values(theta[None])[0]) / self._total
-
-    def gradient(self, theta: FloatArray) -> FloatArray:
-        total = self._objective.pull * theta
-        for weight, batch in self._groups:
-            total = total + weight * self._loss.gradient_sum(theta[None, None], batch)[0, 0]
-        return total / self._total
-
-    def value_and_gradient(self, theta: FloatArray) -> tuple[float, FloatArray]:
-        return self.value(theta), self.gradient(theta)
-
-
-def _descend(mean: _Mean, decision_set: DecisionSet, start: FloatArray) -> FloatArray:
-    """Minimise by accelerated projected gradient (FISTA) with backtracking, restarted if the momentum points uphill."""
-    here, ahead, momentum, step = start, start, 1.0, 1.0
-    for _ in range(MAX_OPTIMISER_STEPS):
-        value, gradient = mean.value_and_gradient(ahead)
-        while True:
-            there = decision_set.project(ahead - step * gradient)
-            move = there - ahead
-            model = value + float(gradient @ move) + float(move @ move) / (2.0 * step)
-            if mean.value(there) <= model + 1e-14 * (1.0 + abs(value)) or step < 1e-12:
-                break
-            step /= 2.0
-        if np.linalg.norm(move) <= _TOLERANCE * step or step < 1e-12:
-            return there
-        if float(move @ (there - here)) < 0.0:
-            momentum = 1.0
-        following = 0.5 + math.sqrt(0.25 + momentum**2)
-        ahead = there + (momentum - 1.0) / following * (there - here)
-        here, momentum = there, following
-    return here
-
-
-def _slice_decisions(vectors: int, records: int) -> Iterator[slice]:
-    """Return slices of the decisions such that decisions times records stay within `MAX_CHUNK_ELEMENTS`."""
-    size = max(MAX_CHUNK_ELEMENTS // max(records, 1), 1)
-    return (slice(first, first + size) for first in range(0, vectors, size))
-
-
 # ---- measuring -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Curve:
-    """A measured number over the rounds.
-
-    Attributes:
-        replicas: `(checkpoints, replicas)` means over the learners.
-        learners: `(checkpoints, learners)` means over the replicas; None for a number of the network.
-    """
-
-    replicas: FloatArray
-    learners: FloatArray | None
-
-    @property
-    def mean(self) -> FloatArray:
-        """Mean over learners and replicas, `(checkpoints,)`."""
-        mean: FloatArray = self.replicas.mean(axis=1)
-        return mean
-
-    @property
-    def error(self) -> FloatArray:
-        """Standard error of that mean, `(checkpoints,)`, by the spread over the replicas; not-a-number for one replica."""
-        n = self.replicas.shape[1]
-        if n < 2:
-            return np.full(len(self.replicas), math.nan)
-        error: FloatArray = self.replicas.std(axis=1, ddof=1) / math.sqrt(n)
-        return error
-
-    @property
-    def final_mean(self) -> float:
-        """Mean at the last checkpoint."""
-        return float(self.mean[-1])
-
-    @property
-    def final_error(self) -> float:
-        """Standard error of the mean at the last checkpoint."""
-        return float(self.error[-1])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Curves:
-    """Measurements of a run: `curves` by name, each at the numbers of rounds `rounds (checkpoints,)`.
-
-    `rounds_with_records (checkpoints,)` is the number of rounds so far with records, on average over the learners.
-    """
-
-    rounds: IntArray
-    curves: Mapping[str, Curve]
-    rounds_with_records: FloatArray
-
-    @property
-    def has_records_in_all_rounds(self) -> bool:
-        """True if every measured round brought records to every learner."""
-        return bool(np.array_equal(self.rounds_with_records, self.rounds))
-
-    def count_rounds_until(self, name: str, threshold: float) -> FloatArray:
-        """Return the first measured number of rounds at which a metric reaches a threshold, `(replicas,)`.
-
-        An accuracy reaches it from below, every other metric from above. Not-a-number: it does not reach it. The result is as
-        exact as the checkpoints are dense.
-
-        Args:
-            name: name of the metric.
-            threshold: value to reach, by the mean over the learners.
-        """
-        values = self.curves[name].replicas
-        is_reached = values >= threshold if name.endswith("accuracy") else values <= threshold
-        return np.where(is_reached.any(axis=0), self.rounds[is_reached.argmax(axis=0)], math.nan)
-
-    def __getitem__(self, name: str) -> Curve:
-        return self.curves[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.curves
 
 
 class Metrics:
@@ -388,34 +223,51 @@ class Metrics:
         metrics: Sequence[str] | None = None,
         checkpoints: int | Iterable[int] = CHECKPOINTS,
     ) -> None:
-        self._loss, self._set, self._roster = run.loss, run.spec.decision_set, run.spec.participation
-        self._names = select_metrics(run.loss, data, metrics)
-        self._wanted = frozenset(self._names)
+        self._run, self._data = run, data
+        self._names = select_metrics(run, data, metrics)
         self._at = frozenset(resolve_checkpoints(run.spec.rounds, checkpoints).tolist())
-        self._records = _Records.of(run.loss, data)
-        self._test = (
-            _LabelledRecords.of(run.loss, data.test_features, data.test_labels)
-            if self._wanted & _TEST_METRICS
-            else None
-        )
-        self._prequential = _Prequential(self._records, self._wanted) if self._wanted & _PREQUENTIAL_METRICS else None
-        self._total: FloatArray | float = 0.0
-        self._least = 0.0
-        self._counted = 0
-        self._best: FloatArray | None = None
-        self._measured: list[tuple[int, float, dict[str, FloatArray]]] = []
+        self._records = NetworkRecords.of(run.loss, data)
+        wanted: dict[str, set[str]] = {}
+        for decisions, name in map(_split, self._names):
+            wanted.setdefault(decisions, set()).add(name)
+        self._by_decisions = {
+            decisions: DecisionMetrics(run, data, self._records, frozenset(names))
+            for decisions, names in wanted.items()
+        }
+        self._assembled_sum: FloatArray | float = 0.0
+        self._counted, self._replicas = 0, 1
+        self._measured: list[tuple[int, float]] = []
 
     def add_round(self, step: SimulatedRound) -> None:
         """Add a round; rounds come in order, each once."""
+        self._replicas = step.decisions_before.shape[1]
         self._counted += self._records.having(step.t)
-        if self._wanted & _LOSS_SUM_METRICS:
-            self._add_losses(step)
-        if self._prequential is not None:
-            self._prequential.add_round(step)
-        if step.t + 1 in self._at:
-            self._measured.append((step.t + 1, self._counted / len(step.decisions_before), self._measure(step)))
-            if self._prequential is not None:
-                self._prequential.measure()
+        is_checkpoint = step.t + 1 in self._at
+        for decisions, measured in self._by_decisions.items():
+            seen = self._replace_decisions(step, decisions)
+            measured.add_round(seen)
+            if is_checkpoint:
+                measured.measure(seen, self._counted)
+        if is_checkpoint:
+            self._measured.append((step.t + 1, self._counted / len(step.decisions_before)))
+
+    def _replace_decisions(self, step: SimulatedRound, decisions: str) -> SimulatedRound:
+        """Return the round with other decisions than the learners' own; assembled ones are `(1, replicas, dim)`."""
+        algorithm = self._run.algorithm
+        if decisions == "released" and isinstance(algorithm, ReleasedDecisionAlgorithm):
+            there = self._run.spec.participation.participant_mask(step.t)  # messages of others are not-a-number
+            released = np.where(there[:, None, None], algorithm.released_decision(step.message), step.decisions_before)
+            return replace(step, decisions_before=released, decisions_after=released)
+        if decisions == "own" or not isinstance(algorithm, BlockAlgorithm):
+            return step
+        before, after = (
+            np.where(algorithm.owned_mask[:, None], each, 0.0).sum(axis=0, keepdims=True)
+            for each in (step.decisions_before, step.decisions_after)
+        )
+        if decisions == "assembled_mean":
+            self._assembled_sum = self._assembled_sum + before
+            before = after = self._assembled_sum / (step.t + 1)
+        return replace(step, decisions_before=before, decisions_after=after)
 
     @property
     def has_measured(self) -> bool:
@@ -425,236 +277,30 @@ class Metrics:
     @property
     def curves(self) -> Curves:
         """Measurements so far."""
-        names = self._names if self._measured else ()
-        rounds = np.array([rounds for rounds, _, _ in self._measured], dtype=np.int64)
-        there = np.array([self._roster.participant_mask(t - 1) for t in rounds.tolist()])
-        curves = {
-            name: self._prequential.build_curve(name)
-            if self._prequential is not None and name in _PREQUENTIAL_METRICS
-            else _build_curve([values[name] for _, _, values in self._measured], there)
-            for name in names
-        }
-        return Curves(rounds, curves, np.array([counted for _, counted, _ in self._measured]))
+        rounds = np.array([rounds for rounds, _ in self._measured], dtype=np.int64)
+        counted = np.array([counted for _, counted in self._measured])
+        curves = {name: self._build_curve(name, rounds) for name in self._names if self._measured}
+        return Curves(rounds, curves, counted)
 
-    def _add_losses(self, step: SimulatedRound) -> None:
-        """Add the network loss of a round, and its minimum if the dynamic regret is wanted."""
-        theirs = self._records.of_round(step.t)
-        if not len(theirs.labels):
-            return
-        self._total = self._total + _evaluate(theirs.values, step.decisions_before)
-        if "dynamic_regret" in self._wanted:
-            best = theirs.minimiser(self._set, step.decisions_before.mean(axis=(0, 1)))
-            self._least += float(theirs.values(best[None])[0])
+    def _build_curve(self, name: str, rounds: IntArray) -> Curve:
+        decisions, base = _split(name)
+        if base == "privacy_loss":
+            return self._build_privacy_curve(rounds)
+        curve = self._by_decisions[decisions].build_curve(base)
+        return Curve(curve.replicas, None) if decisions.startswith("assembled") else curve
 
-    def _measure(self, step: SimulatedRound) -> dict[str, FloatArray]:
-        """Measure a round: `(learners, replicas)` each, or `(replicas,)` for a number of the network, over the participants."""
-        there, wanted = self._roster.participant_mask(step.t), self._wanted
-        total = np.broadcast_to(self._total, step.decisions_before.shape[:2])
-        found: dict[str, FloatArray] = {}
-        if "average_loss" in wanted:
-            found["average_loss"] = total / (self._counted or math.nan)
-        if "consensus_error" in wanted:
-            apart = step.decisions_after - step.decisions_after[there].mean(axis=0)
-            found["consensus_error"] = np.linalg.norm(apart[there], axis=-1).mean(axis=0)
-        if wanted & _MINIMISER_METRICS:
-            found |= self._against_optimum(step, total, there)
-        if "dynamic_regret" in wanted:
-            found["dynamic_regret"] = total - self._least
-        if self._test is not None:
-            found["accuracy"], found["balanced_accuracy"] = self._test.accuracies(step.decisions_after)
-            found["error"] = 1.0 - found["accuracy"]
-        if wanted & _TRAINING_METRICS:
-            learned = self._records.learned_until(step.t)
-            found["training_accuracy"], found["balanced_training_accuracy"] = learned.accuracies(step.decisions_after)
-        if there.all():
-            return found
-        return {
-            name: np.where(there[:, None], each, np.nan) if each.ndim == 2 else each for name, each in found.items()
-        }
-
-    def _against_optimum(self, step: SimulatedRound, total: FloatArray, there: Mask) -> dict[str, FloatArray]:
-        mean, whole = self._records.until(step.t)
-        before, wanted = step.decisions_before, self._wanted
-        has_records = bool(len(mean.labels))
-        best = np.full(before.shape[-1], math.nan)
-        if has_records:
-            start = before.mean(axis=(0, 1)) if self._best is None else self._best
-            self._best = best = mean.minimiser(self._set, start)
-        found = {
-            "tracking_error": np.linalg.norm(before - best, axis=-1),
-            "tracking_error_of_mean": np.linalg.norm(before[there].mean(axis=0) - best, axis=-1),
-        }
-        if "instantaneous_regret" in wanted:
-            found["instantaneous_regret"] = (
-                _evaluate(mean.values, before) - mean.values(best[None])[0]
-                if has_records
-                else np.full(before.shape[:2], math.nan)
-            )
-        if "static_regret" in wanted:
-            least = 0.0
-            if has_records:
-                shared = np.allclose(mean.shares(), whole.shares(), rtol=1e-9)
-                comparator = best if shared else whole.minimiser(self._set, best)
-                least = float(whole.values(comparator[None])[0])
-            found["static_regret"] = total - least
-        return found
-
-
-class _Prequential:
-    """Losses and correct predictions of each learner's decision on its own records of a round, before it learns them.
-
-    Args:
-        records: records of the learners.
-        wanted: names of metrics; others than the prequential ones are ignored.
-    """
-
-    def __init__(self, records: _Records, wanted: frozenset[str]) -> None:
-        self._records, self._names = records, wanted & _PREQUENTIAL_METRICS
-        self._counts = np.zeros(len(records.order))
-        self._sums: dict[str, FloatArray] = {}
-        self._measured: list[tuple[FloatArray, dict[str, FloatArray]]] = []
-
-    def add_round(self, step: SimulatedRound) -> None:
-        """Add the records of a round, one batch for all learners with equally many of them."""
-        records, loss = self._records, self._records.loss
-        if not self._sums:
-            self._sums = {name: np.zeros(step.decisions_before.shape[:2]) for name in self._names}
-        sizes = records.sizes(step.t)
-        self._counts += sizes
-        for size in np.unique(sizes[sizes > 0]).tolist():
-            mine = np.flatnonzero(sizes == size)
-            rows = np.stack([records.rows(i, step.t) for i in mine.tolist()])
-            features, labels, thetas = records.features[rows], records.labels[rows], step.decisions_before[mine]
-            if "prequential_loss" in self._names:
-                ridge = 0.5 * size * loss.ridge * np.vecdot(thetas, thetas)
-                self._sums["prequential_loss"][mine] += (
-                    loss.values(thetas, Batch(features, labels)).sum(axis=-1) + ridge
-                )
-            if "prequential_accuracy" in self._names:
-                is_right = loss.classify(loss.predict(thetas, features)) == labels[:, None]
-                self._sums["prequential_accuracy"][mine] += is_right.sum(axis=-1)
-
-    def measure(self) -> None:
-        """Keep the sums at a checkpoint."""
-        self._measured.append((self._counts.copy(), {name: each.copy() for name, each in self._sums.items()}))
-
-    def build_curve(self, name: str) -> Curve:
-        """Build the curve of means over records: of each learner's own, and of the records of all learners."""
-        counts = np.array([each for each, _ in self._measured])[:, :, None]
-        sums = np.stack([each[name] for _, each in self._measured])  # (checkpoints, learners, replicas)
-        with np.errstate(invalid="ignore"):  # 0 / 0 before the first record
-            return Curve(sums.sum(axis=1) / counts.sum(axis=1), (sums / counts).mean(axis=2))
-
-
-def _evaluate(function: Any, thetas: FloatArray) -> FloatArray:
-    """Evaluate a function of `(vectors, dim)` at `(learners, replicas, dim)`: `(learners, replicas)`."""
-    values: FloatArray = function(thetas.reshape(-1, thetas.shape[-1]))
-    return values.reshape(thetas.shape[:2])
-
-
-def _build_curve(values: list[FloatArray], there: Mask) -> Curve:
-    stack = np.stack(values)  # (checkpoints, learners, replicas), or without learners
-    network = stack.mean(axis=1, where=there[:, :, None]) if stack.ndim == 3 else stack
-    return Curve(network, stack.mean(axis=2) if stack.ndim == 3 else None)
-
-
-# ---- records ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Records:
-    """All learners' records in one array, within the loss's bounds, with their learning schedule.
-
-    `order[i]` and `offsets[i]` are as in `LearnerData`, with rows of the one array.
-    """
-
-    loss: Loss
-    features: FloatArray
-    labels: FloatArray
-    order: tuple[IntArray, ...]
-    offsets: tuple[IntArray, ...]
-
-    @classmethod
-    def of(cls, loss: Loss, data: PlacedData) -> _Records:
-        features, labels = loss.enforce_bounds(
-            np.concatenate([each.features for each in data.learners]),
-            np.concatenate([each.labels for each in data.learners]),
-        )
-        first = np.cumsum([0, *(len(each.labels) for each in data.learners)])
-        order = tuple(each.order + start for each, start in zip(data.learners, first, strict=False))
-        return cls(loss, features, labels, order, tuple(each.offsets for each in data.learners))
-
-    def of_round(self, t: int) -> _Objective:
-        """Return `sum_j f_{t,j}`."""
-        rows = [order[offsets[t] : offsets[t + 1]] for order, offsets in zip(self.order, self.offsets, strict=True)]
-        weights = [np.full(len(mine), 1.0 / max(len(mine), 1)) for mine in rows]
-        return self._objective(np.concatenate(rows), np.concatenate(weights), float(sum(map(bool, map(len, rows)))))
-
-    def rows(self, learner: int, t: int) -> IntArray:
-        """Return the rows of a learner's records of round t."""
-        offsets = self.offsets[learner]
-        return self.order[learner][offsets[t] : offsets[t + 1]]
-
-    def sizes(self, t: int) -> IntArray:
-        """Return the number of records of round t, `(learners,)`."""
-        return np.array([offsets[t + 1] - offsets[t] for offsets in self.offsets], dtype=np.int64)
-
-    def learned_until(self, t: int) -> _LabelledRecords:
-        """Return the records of the rounds 0..t, each once."""
-        parts = [order[: offsets[t + 1]] for order, offsets in zip(self.order, self.offsets, strict=True)]
-        rows = np.unique(np.concatenate(parts))
-        return _LabelledRecords.of(self.loss, self.features[rows], self.labels[rows])
-
-    def having(self, t: int) -> int:
-        """Return the number of learners with records in round t."""
-        return sum(bool(offsets[t + 1] > offsets[t]) for offsets in self.offsets)
-
-    def until(self, t: int) -> tuple[_Objective, _Objective]:
-        """Return `F_t`, and the sum of `f_{s,j}` over the rounds s = 0..t and the learners j."""
-        n = sum(bool(offsets[t + 1]) for offsets in self.offsets)
-        mean, whole, rounds = np.zeros(len(self.labels)), np.zeros(len(self.labels)), 0
-        for order, offsets in zip(self.order, self.offsets, strict=True):
-            rows, sizes = order[: offsets[t + 1]], np.diff(offsets[: t + 2])
-            if len(rows):
-                mean += np.bincount(rows, minlength=len(mean)) / (n * len(rows))
-                each = np.repeat(1.0 / np.maximum(sizes, 1), sizes)
-                whole += np.bincount(rows, weights=each, minlength=len(mean))
-                rounds += int(np.count_nonzero(sizes))
-        seen = np.flatnonzero(mean)
-        return self._objective(seen, mean[seen], float(n > 0)), self._objective(seen, whole[seen], float(rounds))
-
-    def _objective(self, rows: IntArray, weights: FloatArray, ridges: float) -> _Objective:
-        return _Objective(self.loss, self.features[rows], self.labels[rows], weights, ridges * self.loss.ridge)
+    def _build_privacy_curve(self, rounds: IntArray) -> Curve:
+        """Build the curve of cumulative pure epsilons, which is the same in all replicas."""
+        run = self._run
+        guarantees = [
+            run.guarantee(i, np.diff(own.offsets)).truncate(run.participation(i).end)
+            for i, own in enumerate(self._data.learners)
+        ]
+        learners = np.stack([each.cumulative_epsilon[rounds - 1] for each in guarantees], axis=1)
+        network = learners.sum(axis=1) if run.has_shared_records else learners.max(axis=1)
+        return Curve(np.tile(network[:, None], self._replicas), learners)
 
 
 def _has_classes(labels: FloatArray) -> bool:
     """Return whether there are records, whose labels are classes and not measurements."""
     return len(labels) > 0 and np.array_equal(labels, np.rint(labels))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _LabelledRecords:
-    """Records with one column per class that occurs: 1 over its number of records for those with the label."""
-
-    loss: Loss
-    features: FloatArray
-    labels: FloatArray
-    classes: FloatArray
-
-    @classmethod
-    def of(cls, loss: Loss, features: FloatArray, labels: FloatArray) -> _LabelledRecords:
-        belongs = (labels[:, None] == np.unique(labels)).astype(np.float64)
-        return cls(loss, features, labels, belongs / belongs.sum(axis=0))
-
-    def accuracies(self, thetas: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return accuracy, and its mean over the classes; `(learners, replicas)` each. Not-a-number without records."""
-        flat, lead = thetas.reshape(-1, thetas.shape[-1]), thetas.shape[:2]
-        recalls = np.empty((len(flat), self.classes.shape[1]))
-        accuracy = np.empty(len(flat))
-        if not len(self.labels):
-            return np.full(lead, math.nan), np.full(lead, math.nan)
-        for part in _slice_decisions(len(flat), len(self.labels)):
-            predicted = self.loss.classify(self.loss.predict(flat[None, part], self.features[None]))[0]
-            right = (predicted == self.labels).astype(np.float64)
-            accuracy[part], recalls[part] = right.mean(axis=1), right @ self.classes
-        return accuracy.reshape(lead), recalls.mean(axis=1).reshape(lead)

@@ -291,6 +291,9 @@ class Admm:
     def decision(self, state: _State) -> FloatArray:
         return state.primal
 
+    def released_decision(self, message: Message) -> FloatArray:
+        return message["y"]
+
     def replay(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         """Return the state after `message` and its log density, as `Algorithm.replay`.
 

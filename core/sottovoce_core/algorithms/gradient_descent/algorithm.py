@@ -132,6 +132,9 @@ class GossipDescent:
     def decision(self, state: _State) -> FloatArray:
         return state.played
 
+    def released_decision(self, message: Message) -> FloatArray:
+        return message["y"]
+
     def replay(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         noised = message["y"]
         return replace(state, message=noised), laplace_log_density(noised, state.x, self._scale(state))
@@ -239,6 +242,9 @@ class Dpsr:
 
     def decision(self, state: _RescaledState) -> FloatArray:
         return self.descent.decision(state.descent)
+
+    def released_decision(self, message: Message) -> FloatArray:
+        return message["y"]
 
     def replay(self, state: _RescaledState, message: Message) -> tuple[_RescaledState, FloatArray]:
         descent, density = self.descent.replay(state.descent, message)

@@ -99,6 +99,9 @@ class LdpDol:
     def decision(self, state: _State) -> FloatArray:
         return state.theta
 
+    def released_decision(self, message: Message) -> FloatArray:
+        return message["y"]
+
     def replay(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         return state, laplace_log_density(message["y"], state.theta, _laplace_scale(state, state.t))
 
