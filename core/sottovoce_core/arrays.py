@@ -34,7 +34,7 @@ def as_floats(values: Any) -> FloatArray:
 
 def has_unrepresentable_integers(values: npt.NDArray[Any]) -> bool:
     """Return whether float64 cannot hold some of these numbers exactly: integers beyond 2**53."""
-    if values.dtype.kind not in "iu":
+    if values.dtype.kind not in "iu" or values.dtype.itemsize < 8:
         return False
     with np.errstate(invalid="ignore"):  # beyond the range of integers
         return bool((as_floats(values).astype(values.dtype) != values).any())

@@ -1,4 +1,4 @@
-"""Table 5: the decision of the network in two worlds that differ in the loss of one round, with the same noise and with fresh noise."""
+"""Table 5: the decisions in two worlds that differ in the loss of one round, with the same noise and with fresh noise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sottovoce_core.runs.simulator import simulate_rounds
 
 
 def measure(experiment: Experiment, replicas: int) -> dict[str, FloatArray]:
-    """Give the record of the last round but one the other label, and measure the decision of the last round; `(replicas,)` each."""
+    """Give the record of the last round but one the other label, and compare the decisions after it, `(replicas,)` each."""
     run, data = experiment.run, experiment.records
     own, t = data.learners[0], experiment.rounds - 2
     use = int(own.offsets[t])

@@ -340,8 +340,8 @@ def _check_length(name: str, values: AnyArray | None, records: int, source: str)
 
 def _check_finite(table: RawTable, features: FloatArray, labels: AnyArray, source: str) -> None:
     """Raise an error that names the first number that is not finite, or so large that its square is not."""
-    odd = ~(np.abs(features) <= MAX_MAGNITUDE)  # true for not-a-number, too
-    if odd.any():
+    if features.size and not -MAX_MAGNITUDE <= features.min() <= features.max() <= MAX_MAGNITUDE:  # not-a-number, too
+        odd = ~(np.abs(features) <= MAX_MAGNITUDE)
         row, column = (int(index) for index in np.argwhere(odd)[0])
         where = f"{source}: row {row} (counted from 0), {table.describe_column(column)}"
         raise DataError(f"{where} {_describe_number_requirement(features[row, column])}")
