@@ -234,6 +234,7 @@ def test_budgets_of_several_specs_are_one_figure_that_names_their_epsilon() -> N
     assert [mark.y.tolist() for mark in lines[::2]] == [[1.0, 3.0], [0.0, 2.5]]
     assert figure.views[0].y.title == "privacy loss, pure ε per record use"
     assert not drawn(Results(tuple(runs)), "epsilon")  # its own axis
+    assert not drawn(Results((runs[1],)), "rounds")  # nothing to draw
 
 
 def test_words_are_points_of_their_own() -> None:

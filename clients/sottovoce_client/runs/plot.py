@@ -198,7 +198,7 @@ def _is_privacy(field: str) -> bool:
 
 
 def make_figures(axis: HorizontalAxis, log: Collection[str] | None = None) -> list[Figure]:
-    """Make one figure per metric.
+    """Make one figure per metric that has finite values.
 
     Args:
         axis: Runs and their horizontal axis.
@@ -214,6 +214,8 @@ def make_figures(axis: HorizontalAxis, log: Collection[str] | None = None) -> li
             for file, lines in each.items()
             for name, curve in lines.get(metric, ())
         ]
+        if not any(np.isfinite(curve.mean).any() for _, curve in named):
+            continue
         named = named if len(named) > 1 else [(words, curve) for _, curve in named]
         figures.append(make_figure(metric, words, named, axis.title, log=log))
     return figures
