@@ -10,6 +10,7 @@ from typing import Any
 from experiments.item import Check, Item
 from experiments.run import get_last
 
+_VALUE_RULES = ("within", "above")
 _TOLERANCE = 0.01
 """Relative difference within which numbers of two machines count as equal: one record of a hundred classified differently."""
 
@@ -21,10 +22,10 @@ def judge(item: Item, document: Mapping[str, Any]) -> tuple[str, list[str]]:
     reproduced`; `not stated`, there is nothing to check. Of a finding: `confirmed` or `not confirmed`.
     """
     rows = {(row["variant"], row["setting"]): row for row in document["rows"]}
-    failed: dict[bool, list[str]] = {check.rule == "within": [] for check in item.checks}
+    failed: dict[bool, list[str]] = {check.rule in _VALUE_RULES: [] for check in item.checks}
     for check in item.checks:
-        found = _check_values(item, check, rows) if check.rule == "within" else _check_order(item, check, rows)
-        failed[check.rule == "within"] += list(found)
+        has_values = check.rule in _VALUE_RULES
+        failed[has_values] += (_check_values if has_values else _check_order)(item, check, rows)
     lines = [line for each in failed.values() for line in each]
     if item.is_finding:
         return ("not confirmed" if lines else "confirmed"), lines
@@ -42,9 +43,15 @@ def _check_values(item: Item, check: Check, rows: Mapping[Any, Any]) -> Iterator
             continue
         if setting not in (check.settings or item.settings):
             continue
-        ratio = math.inf if ours is None or not ours or not printed else max(ours / printed, printed / ours)
-        if ours is None or (abs(ours - printed) > check.tolerance and not ratio <= check.factor):
+        if ours is None or not _agrees(check, ours, printed):
             yield f"{check.measure} of {_name(variant, setting)}: the paper has {printed:g}, we have {_show(ours)}"
+
+
+def _agrees(check: Check, ours: float, printed: float) -> bool:
+    if check.rule == "above":
+        return ours >= check.factor * printed
+    is_near = ours > 0 < printed and max(ours / printed, printed / ours) <= check.factor
+    return is_near or abs(ours - printed) <= check.tolerance
 
 
 def _check_order(item: Item, check: Check, rows: Mapping[Any, Any]) -> Iterator[str]:

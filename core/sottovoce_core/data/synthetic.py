@@ -29,7 +29,7 @@ class SyntheticSource(Section, ABC):
 SYNTHETIC_SOURCES: Registry[SyntheticSource] = Registry(
     SyntheticSource,  # type: ignore[type-abstract]  # of its subclasses
     {"linear_regression": "LinearRegressionSource"},
-    group=None,
+    "sources",
 )
 
 AnySyntheticSource = Annotated[SerializeAsAny[SyntheticSource], SYNTHETIC_SOURCES]
