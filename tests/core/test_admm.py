@@ -303,6 +303,54 @@ def test_where_newton_fails_the_gradient_gets_there(monkeypatch: pytest.MonkeyPa
     np.testing.assert_allclose(problem.minimise(np.ones(2)), best, atol=1e-9)
 
 
+def said_at(
+    tolerance: float, algorithm: dict[str, Any], batch: int = 1, n_features: int = 3
+) -> tuple[FloatArray, list[str]]:
+    """Messages `(rounds, learners, replicas, dim)` with this tolerance, and what the warnings SOLVER say."""
+    run = a_run({**algorithm, "tolerance": tolerance}, rounds=12, n_features=n_features)
+    warnings = [each.text for each in run.warnings if each.code == "SOLVER"]
+    return said(run, at_once(made_up(run.spec, n_features, batch=batch)), SeededNoise(1)), warnings
+
+
+@pytest.mark.parametrize("name", ["dvp", "pvp"])
+def test_the_tolerance_does_not_move_long_messages(name: str) -> None:
+    """Sums of messages far above the norm, 131, of which float64 resolves a gradient to 1e-12."""
+    algorithm = {"name": name, "alpha": 0.002}
+    (usual, _), (fine, warnings) = (said_at(each, algorithm, n_features=30) for each in (1e-10, 1e-12))
+    assert np.linalg.norm(usual, axis=-1).max() > 200.0
+    assert not warnings
+    np.testing.assert_allclose(fine, usual, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("variant", ["own_clean", "literal"])
+def test_noise_in_the_carried_minimiser_is_cut_with_a_warning_alone(variant: str) -> None:
+    """At 1e-12; not with as many records as the warning names, nor at a greater tolerance."""
+    algorithm = {"name": "pvp", "alpha": 0.05, "variant": variant}
+    (usual, _), (fine, warnings) = (
+        said_at(1e-10, {**algorithm, "alpha": 0.002}),
+        said_at(1e-12, {**algorithm, "alpha": 0.002}),
+    )
+    assert warnings and np.abs(fine - usual).max() > 0.1 * np.abs(usual).max()
+
+    _, (text,) = said_at(1e-12, algorithm)
+    least = int(text.split("fewer than ")[1].split()[0])
+    (usual, _), (fine, _) = said_at(1e-10, algorithm, least), said_at(1e-12, algorithm, least)
+    np.testing.assert_allclose(fine, usual, rtol=0, atol=1e-5 * np.abs(usual).max())
+    assert said_at(1e-6, algorithm)[1] == []
+
+
+def test_messages_of_any_size_leave_a_finite_minimiser() -> None:
+    """A neighbour may send anything finite."""
+    for algorithm in PRIVATE:
+        run = a_run(algorithm)
+        state = run.algorithm.init(StateAxes(0))
+        for t, size in enumerate((1.0, 1e20, 1e150)):
+            state, message = run.algorithm.emit(state, SeededNoise(t))
+            assert np.isfinite(message["y"]).all()
+            heard = LocalMessages({1: 1.0, 3: 1.0}, {j: Message({"y": np.full(3, size)}) for j in (1, 3)}, 0.0)
+            state = run.algorithm.update(state, heard, made_up(run.spec).learners[0].batch(0))
+
+
 # ---- one machine, driven three ways ----------------------------------------------------------------------------------
 
 

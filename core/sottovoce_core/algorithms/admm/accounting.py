@@ -195,6 +195,11 @@ class PrimalCalibration:
     final_calibration: DualCalibration | None = None
 
     @property
+    def carry_factor(self) -> float:
+        """Factor s of the variant."""
+        return _CARRY_FACTORS[self.variant]
+
+    @property
     def mode(self) -> str:
         ending = "" if self.final_calibration is None else f", last {self.final_calibration.mode}"
         return f"pvp, variant {self.variant}, scale {self.scale_rule}{ending}"
@@ -204,7 +209,7 @@ class PrimalCalibration:
     ) -> Perturbation:
         if is_last and self.final_calibration is not None:
             return self.final_calibration.calibrate_iteration(node, count, 0.0, is_last)
-        s = _CARRY_FACTORS[self.variant]
+        s = self.carry_factor
         delta = node.minimiser_shift(count, s, previous_sensitivity, (np.asarray(count) > 0).astype(np.float64))
         alpha = node.final_alpha if is_last else node.alpha
         tight = alpha / np.where(delta > 0.0, delta, 1.0)
