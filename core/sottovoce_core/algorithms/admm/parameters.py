@@ -66,14 +66,13 @@ class DvpSpec(AdmmSpec):
     name: Literal["dvp"]  # type: ignore[assignment]
     alpha: PerLearner = 0.1
     """Privacy loss of an iteration."""
-    rule: ExtraRidgeRule = "balanced"
-    jacobian: Literal[1, 2] = 1
+    rule: ExtraRidgeRule = "tight"
     scale_rule: ScaleRule = "tight"
     output_noise: float = 1e-6
     """Laplace scale of the noise on the minimiser; 0: no such noise, and the minimiser must be exact."""
 
     def build(self, context: RunContext) -> tuple[Admm, tuple[RunWarning, ...]]:
-        objective = DualCalibration(self.rule, self.jacobian, self.scale_rule)
+        objective = DualCalibration(self.rule, self.scale_rule)
         return _build(self, context, objective, self.alpha, self.alpha, self.output_noise)
 
     def scale_noise(self, factors: tuple[float, ...]) -> DvpSpec:
@@ -135,6 +134,7 @@ def _build(
             tolerance=spec.tolerance,
             output_noise=output_noise,
             dim=context.dim,
+            has_logistic_curvature=isinstance(loss, MarginLoss) and loss.has_logistic_curvature,
         )
         for i in range(context.n_learners)
     )
@@ -274,8 +274,8 @@ def _objective_findings(
     """Yield the warnings EXTRA_RIDGE and SOLVER."""
     for i, node in enumerate(nodes):
         if (phi := float(objective.calibrate_iteration(node, 1.0, 0.0, is_last=True).extra_ridge)) > 0:
-            least = _records_without_extra_ridge(objective, node)
-            text = f"alpha too small for {format_learner_name(names, i)} while it has fewer than {least} records"
+            text = f"alpha too small for {format_learner_name(names, i)} while it has fewer than"
+            text = f"{text} {objective.min_records(node)} records"
             got = f"extra regularisation biases the classifier, got Phi = {phi:.6g} with one record"
             yield RunWarning("EXTRA_RIDGE", f"{text}: {got}")
             break
@@ -308,10 +308,3 @@ def _cut_findings(
             got = f"{least} records: noise in the carried minimiser is cut, got a term of norm above {longest:.3g}"
             yield RunWarning("SOLVER", f"{text} {got}; raise tolerance, or take variant public")
             return
-
-
-def _records_without_extra_ridge(objective: DualCalibration, node: NodeParameters) -> int:
-    """Return the least B with Phi = 0: `k ln(1 + c C/(B (rho + 2 eta N)))` is at most alpha or half of it."""
-    share = 1.0 if objective.rule == "printed" else 0.5
-    ratio = np.expm1(share * node.final_alpha / objective.jacobian)
-    return math.ceil(node.curvature * node.loss_weight / (node.stiffness * ratio))
