@@ -506,10 +506,10 @@ def test_infinite_horizon_is_the_formula(mode: AccountingMode) -> None:
 
 
 def test_infinite_horizon_is_close_where_checked() -> None:
-    """Within 7 % of the sum to 20,000 rounds, and 5 % of that to 262,144, 262.6."""
+    """Within 8 % of the sum to 20,000 rounds, and 5 % of that to 262,144, 262.6."""
     bound = _infinite_horizon("convex", SPLIT_1, SCHEDULES, MUSHROOMS)
     assert 262.6 < bound < 1.05 * 262.6
-    assert bound < 1.07 * epsilon("convex", SPLIT_1, MUSHROOMS, 20_000)
+    assert bound < 1.08 * epsilon("convex", SPLIT_1, MUSHROOMS, 20_000)
 
 
 @pytest.mark.parametrize("mode", ["smooth", "convex", "best"])
