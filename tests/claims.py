@@ -170,7 +170,7 @@ SETUPS: dict[str, Setup] = {
         "dvp",
         SMOOTHED,
         topology=STAR,
-        parameters={"rule": "printed", "scale_rule": "printed", "jacobian": 2, "alpha": 0.5, "loss_weight": 4.0},
+        parameters={"rule": "printed", "scale_rule": "printed", "alpha": 0.5, "loss_weight": 4.0},
         rounds=6,
     ),
     "pvp": _setup("pvp", topology=PATH, rounds=6),

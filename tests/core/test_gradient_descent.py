@@ -332,6 +332,63 @@ def test_pdop_protects_a_whole_objective_by_its_closed_form() -> None:
     assert by_record.guarantee(0).epsilon() == pytest.approx(limit * (1 - 0.6 / 0.9), rel=1e-9)
 
 
+CONVERGENT = [
+    {"name": "dola", "noise": {"kind": "power", "sigma": 0.4, "varsigma": 0.1}},
+    {"name": "dola", "step": {"kind": "power", "scale": 2.0, "exponent": 1.0}},
+    {"name": "dola", "step": {"kind": "power", "exponent": 0.6}, "noise": {"kind": "power", "varsigma": -0.5}},
+    {"name": "dpdola", "step": {"kind": "harmonic", "mu": 0.5, "shift": 3.0}},
+    {"name": "pd-ogd", "noise": {"kind": "calibrated", "epsilon": 2.0}},
+    {"name": "pdop", "adjacency": "record_use"},
+    {"name": "pdop"},
+]
+"""Forms in which a record moves one message, with steps that fall at least as fast as the noise."""
+
+
+@pytest.mark.parametrize("form", CONVERGENT)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_infinitely_many_rounds_cost_what_long_runs_come_near(form: dict[str, Any], batch: int) -> None:
+    """The bound of a short run is above the cost of a long one, with the same or larger batches, and not far."""
+    short, long = (run_of(form, rounds=rounds, decision_set=WIDE) for rounds in (5, 900))
+    bound = short.guarantee(0, np.full(5, batch)).infinite_horizon_epsilon
+    assert 0.0 < long.guarantee(0, np.full(900, batch)).epsilon() <= bound * (1 + 1e-9)
+    assert long.guarantee(0, batch + np.arange(900)).epsilon() <= bound * (1 + 1e-9)
+    assert bound == pytest.approx(long.guarantee(0, np.full(900, batch)).epsilon(), rel=1e-6)
+
+
+def test_a_smaller_batch_of_the_plan_may_come_again() -> None:
+    run = run_of({"name": "dpdola", "step": {"kind": "power", "exponent": 0.0}}, rounds=4, decision_set=WIDE)
+    bound = run.guarantee(0, np.array([4, 4, 4, 2])).infinite_horizon_epsilon
+    assert bound == pytest.approx(run.guarantee(0, np.array([2, 4, 4, 4])).epsilon())
+    assert run.guarantee(0, np.zeros(4, np.int64)).infinite_horizon_epsilon == 0.0
+
+
+def test_one_replaced_record_costs_its_message_also_after_the_plan() -> None:
+    run, counts = run_of({"name": "dpdola"}, rounds=4, decision_set=WIDE), np.ones(4, np.int64)
+    longer = run_of({"name": "dpdola"}, rounds=5, decision_set=WIDE).guarantee(
+        0, np.ones(5, np.int64), np.array([0, 0, 0, 1, 0])
+    )
+    promise = run.guarantee(0, counts, np.array([0, 0, 0, 1]))
+    assert promise.epsilon() == 0.0 < promise.infinite_horizon_epsilon == pytest.approx(longer.epsilon())
+    assert run.guarantee(0, counts, np.array([0, 1, 0, 1])).infinite_horizon_epsilon == math.inf
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"name": "dola"},
+        {"name": "dpdola", "gradient_at": "own"},
+        {"name": "dsgd"},
+        {"name": "dpsr"},
+        {"name": "d-ogd"},
+        {"name": "dola", "step": {"kind": "harmonic", "mu": 0.5, "shift": 3.0}},
+        {"name": "pdop", "step": {"kind": "geometric", "ratio": 0.99}},
+        {"name": "pdop", "step": {"kind": "geometric", "ratio": 0.98}},
+    ],
+)
+def test_infinitely_many_rounds_have_no_bound(form: dict[str, Any]) -> None:
+    assert run_of(form, rounds=5, decision_set=WIDE).guarantee(0).infinite_horizon_epsilon == math.inf
+
+
 def test_pd_ogd_costs_epsilon_in_all_and_the_t_fold_scale_a_t_th_of_it() -> None:
     once, fold = (
         run_of({"name": "pd-ogd", "noise": {"kind": "calibrated", "epsilon": 2.0, "charged": charged}}, rounds=50)

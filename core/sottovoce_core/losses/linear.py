@@ -110,6 +110,8 @@ class LogisticLoss(MarginLoss):
     score_bound: Positive | None = None
     """pass_glm only: the approximation is close where scores lie in [-score_bound, score_bound]."""
 
+    has_logistic_curvature: ClassVar[bool] = True
+
     @classmethod
     def select_class(cls, fields: Mapping[str, Any]) -> type[Section]:
         return PassGlmLoss if fields.get("history") == "pass_glm" else cls

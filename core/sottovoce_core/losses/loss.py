@@ -161,6 +161,8 @@ class MarginLoss(Loss):
     """
 
     is_convex: ClassVar[bool] = True
+    has_logistic_curvature: ClassVar[bool] = False
+    """True if `phi'' <= 4 curvature s (1 - s)` with `s = |phi'| / slope_bound`: nothing is curved where it is steepest."""
 
     @property
     def slope_bound(self) -> float:

@@ -8,10 +8,14 @@ with B records, `|phi'| ||a|| <= ell` and `phi'' ||a||^2 <= c`. With sent and re
 to the clean minimiser that two variants of PVP carry over. Replacing a pair (a, b) then has these effects.
 
 DVP adds `(C/B) e` to `linear`, e of density `exp(-zeta ||e||)`, and sends the minimiser: a bijection of e. A given minimiser
-belongs to two noises at most `2 ell` apart, and the Jacobians' ratio is at most `1 + c/kappa`, `kappa = (B/C) m`, because
-the two Hessians differ from a common part by matrices of rank one:
+belongs to two noises, apart by at most the sum of both records' gradients at it. The two Hessians differ from a common part
+of at least `kappa = (B/C) m` by `phi'' a a^T` of the one or the other record, so only one of them raises the ratio of the
+Jacobians, by a factor of at most `1 + phi'' ||a||^2 / kappa`. With `s = |phi'| / sup |phi'|` of that record::
 
-    loss <= 2 ell zeta + ln(1 + c/kappa).
+    loss <= ell zeta + max_s [ ell zeta s + ln(1 + q(s)/kappa) ],
+
+q(s) the largest `phi'' ||a||^2` at this slope: c, or `4 c s (1 - s)` for the logistic loss, which is flat where it is steep.
+It is concave in s, and largest at s = 1 if `ell zeta >= 4 c / kappa`: then the Jacobian costs nothing.
 
 The minimiser must be exact. A solver's result is within `tau/m` of it; Laplace noise of scale s on a lattice of spacing g
 on every coordinate hides that error: for every e, the distribution of the message is within
@@ -22,7 +26,7 @@ PVP sends the minimiser plus e. It moves by at most Delta, with the recursion (s
 
     Delta' = (2 ell C/B + s eta N Delta + 2 tau) / (rho + 2 eta N),      loss <= zeta Delta.
 
-With k pairs replaced, `2 ell` and `ln(1 + c/kappa)` count k times. B is the number of records so far, which is public;
+With k pairs replaced, both bounds (for PVP `2 ell`) count k times. B is the number of records so far, which is public;
 before the first record a node minimises its regulariser alone, without noise and without cost.
 """
 
@@ -41,7 +45,7 @@ from sottovoce_core.privacy.guarantee import Constant, GuaranteeBasis
 
 # ---- calibration of an iteration's noise to a loss alpha ---------------------------------------------------------------
 
-ExtraRidgeRule = Literal["balanced", "printed"]
+ExtraRidgeRule = Literal["tight", "printed"]
 ScaleRule = Literal["tight", "printed"]
 CentreVariant = Literal["public", "own_clean", "literal"]
 _Perturbed = Literal["nothing", "objective", "minimiser"]
@@ -63,6 +67,7 @@ class NodeParameters:
         ridge: rho.
         lipschitz: ell, bound on the norm of a record's gradient.
         curvature: c, bound on the norm of a record's Hessian.
+        has_logistic_curvature: that norm is at most `4 c s (1 - s)` where its gradient is at most `s ell` long.
         tolerance: tau, norm of the gradient at which the solver stops.
         output_noise: s, Laplace scale of the noise on a perturbed objective's minimiser; 0: no such noise.
         dim: n.
@@ -79,6 +84,7 @@ class NodeParameters:
     tolerance: float
     output_noise: float
     dim: int
+    has_logistic_curvature: bool = False
 
     @property
     def stiffness(self) -> Scalars:
@@ -89,6 +95,17 @@ class NodeParameters:
         """Return `C/B` for B records (for no record, as for one)."""
         weight: Scalars = self.loss_weight / np.maximum(count, 1.0)
         return weight
+
+    def objective_loss(self, rate: float, kappa: float) -> float:
+        """Return the loss of DVP's minimiser for one replaced record, with noise of rate zeta in the objective."""
+        steep = self.lipschitz * rate
+        if not self.has_logistic_curvature:
+            return float(2.0 * steep + np.log1p(self.curvature / kappa))
+        # The root of the derivative of `steep s + ln(1 + b s (1 - s))` in s.
+        b = 4.0 * self.curvature / kappa
+        s = 2.0 * (steep + b) / ((2.0 - steep) * b + math.sqrt(b * b * (steep * steep + 4.0) + 4.0 * b * steep * steep))
+        s = min(s, 1.0)
+        return float(steep + steep * s + np.log1p(b * s * (1.0 - s)))
 
     def minimiser_shift(self, count: Scalars, s: float, previous_shift: Scalars, n_replaced: Scalars) -> Scalars:
         """Return Delta' of PVP, the bound on the change of the clean minimiser.
@@ -147,36 +164,65 @@ class NoCalibration:
 
 @dataclass(frozen=True, slots=True)
 class DualCalibration:
-    """Calibration of DVP: `alpha_bar = k ln(1 + c/kappa)` of alpha is for the Jacobian, and the rest `alpha_hat` for the noise.
+    """Calibration of DVP.
 
     Attributes:
-        rule: condition for an extra ridge Phi, with which each gets a half of alpha. `balanced`: alpha_hat would be less than
-            a half. `printed`: it would not be positive (Algorithm 2); just above, the noise is unbounded.
-        jacobian: k. 1 is enough; the paper has 2.
-        scale_rule: `tight`: `zeta = alpha_hat / (2 ell)`, as in Appendix A. `printed`: twice that (Algorithm 2), which costs
-            more than alpha.
+        rule: extra ridge Phi and rate zeta. `tight`: for the logistic loss `zeta = alpha / (2 ell)`, the largest that any ridge
+            permits, and the least Phi that permits it, for `kappa >= 8 c / alpha`. `printed`: Algorithm 2 gives alpha_bar =
+            `2 ln(1 + c/kappa)` of alpha to the Jacobian and the rest alpha_hat to the noise, and each a half, by an extra
+            ridge, where nothing would be left. For other losses `tight` is that with `ln(1 + c/kappa)`, and where less than a
+            half would be left.
+        scale_rule: `tight`: zeta is for the noise's share of alpha, as in Appendix A. `printed`: twice that (Algorithm 2), which
+            costs more than alpha.
     """
 
-    rule: ExtraRidgeRule = "balanced"
-    jacobian: Literal[1, 2] = 1
+    rule: ExtraRidgeRule = "tight"
     scale_rule: ScaleRule = "tight"
 
     @property
     def mode(self) -> str:
-        return f"dvp, rule {self.rule}, jacobian {self.jacobian}, scale {self.scale_rule}"
+        return f"dvp, rule {self.rule}, scale {self.scale_rule}"
 
     def calibrate_iteration(
         self, node: NodeParameters, count: Scalars, previous_sensitivity: Scalars, is_last: bool
     ) -> Perturbation:
-        weight, alpha, k = node.weight(count), node.final_alpha if is_last else node.alpha, float(self.jacobian)
-        for_noise = alpha - k * np.log1p(node.curvature * weight / node.stiffness)
-        enough = for_noise > 0.0 if self.rule == "printed" else for_noise >= alpha / 2.0
-        extra = np.where(enough, 0.0, node.curvature * weight / np.expm1(alpha / (2.0 * k)) - node.stiffness)
-        rate = np.where(enough, for_noise, alpha / 2.0) / node.lipschitz
+        weight, alpha = node.weight(count), node.final_alpha if is_last else node.alpha
+        kappa, target = node.stiffness / weight, self._target(node, alpha)
+        enough = self._noise_share(node, alpha, kappa) > 0.0 if self.rule == "printed" else kappa >= target
+        rate = self._noise_share(node, alpha, np.where(enough, kappa, target)) / node.lipschitz
         if self.scale_rule == "tight":
             rate = rate / 2.0
+        extra = np.where(enough, 0.0, target * weight - node.stiffness)
         has_records = np.asarray(count) > 0
         return Perturbation("objective", np.where(has_records, rate, np.inf)[()], np.where(has_records, extra, 0.0)[()])
+
+    def min_records(self, node: NodeParameters) -> int:
+        """Return the least number of records with which the last iteration needs no extra ridge."""
+        # The printed rule needs an extra ridge where the Jacobian costs all of alpha, `tight` where it costs a half.
+        least = self._target(node, node.final_alpha * (2.0 if self.rule == "printed" else 1.0))
+        return math.ceil(float(least) * node.loss_weight / float(node.stiffness))
+
+    def _target(self, node: NodeParameters, alpha: Scalars) -> Scalars:
+        """Return the kappa that an extra ridge gives."""
+        if self._is_jacobian_free(node):
+            return 8.0 * node.curvature / alpha
+        target: Scalars = node.curvature / np.expm1(alpha / (2.0 * self._jacobian))
+        return target
+
+    def _noise_share(self, node: NodeParameters, alpha: Scalars, kappa: Scalars) -> Scalars:
+        """Return the part of alpha for the noise."""
+        if self._is_jacobian_free(node):
+            return alpha
+        share: Scalars = alpha - self._jacobian * np.log1p(node.curvature / kappa)
+        return share
+
+    @property
+    def _jacobian(self) -> float:
+        """How often the Jacobian is counted: the paper bounds its square."""
+        return 2.0 if self.rule == "printed" else 1.0
+
+    def _is_jacobian_free(self, node: NodeParameters) -> bool:
+        return self.rule == "tight" and node.has_logistic_curvature
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +241,11 @@ class PrimalCalibration:
     final_calibration: DualCalibration | None = None
 
     @property
+    def carry_factor(self) -> float:
+        """Factor s of the variant."""
+        return _CARRY_FACTORS[self.variant]
+
+    @property
     def mode(self) -> str:
         ending = "" if self.final_calibration is None else f", last {self.final_calibration.mode}"
         return f"pvp, variant {self.variant}, scale {self.scale_rule}{ending}"
@@ -204,7 +255,7 @@ class PrimalCalibration:
     ) -> Perturbation:
         if is_last and self.final_calibration is not None:
             return self.final_calibration.calibrate_iteration(node, count, 0.0, is_last)
-        s = _CARRY_FACTORS[self.variant]
+        s = self.carry_factor
         delta = node.minimiser_shift(count, s, previous_sensitivity, (np.asarray(count) > 0).astype(np.float64))
         alpha = node.final_alpha if is_last else node.alpha
         tight = alpha / np.where(delta > 0.0, delta, 1.0)
@@ -265,9 +316,9 @@ class AdmmAccountant(FirstRecordAccountant):
             return math.inf
         if step.target == "minimiser":
             return float(step.rate * float(self._actual_shift(step)))
-        stiffness = node.stiffness + step.extra_ridge
-        once = 2.0 * node.lipschitz * step.rate + np.log1p(node.curvature * node.weight(float(self._seen)) / stiffness)
-        return float(self._replaced * once + _output_loss(node, float(stiffness)))
+        stiffness = float(node.stiffness + step.extra_ridge)
+        once = node.objective_loss(float(step.rate), stiffness / float(node.weight(float(self._seen))))
+        return self._replaced * once + _output_loss(node, stiffness)
 
     @property
     def perturbation(self) -> Perturbation:

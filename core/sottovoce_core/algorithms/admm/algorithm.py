@@ -14,6 +14,10 @@ neighbours i and B records so far::
 minimises its regulariser alone, without noise. So message 0 is zero, and T rounds are T-1 iterations. If `output_noise`
 is set, DVP sends the minimiser with Laplace noise on a lattice, which hides the solver's error, and uses its message as f.
 Optimisation is over all of space: the decision set of a run is not used.
+
+Messages may be of any size, and the term that is linear in f grows with them. float64 would then lose the gradients of the
+records next to it. So the solver looks for the distance of f from a centre, the minimiser of everything but the records: it
+is public, and no linear term is left but the noise.
 """
 
 from __future__ import annotations
@@ -35,8 +39,9 @@ from sottovoce_core.arrays import Batch, FloatArray, Scalars, as_floats
 from sottovoce_core.losses import MarginLoss, add_replica_axis, enforce_bounds
 from sottovoce_core.losses.history import RecordHistory
 from sottovoce_core.losses.loss import compute_scores
-from sottovoce_core.noise import NoiseRequest, NoiseSource
+from sottovoce_core.noise import NoiseRequest, NoiseSource, lattice_spacing, round_to_lattice
 from sottovoce_core.noise.mechanisms import add_laplace_noise, spherical_log_density
+from sottovoce_core.registry import MAX_MAGNITUDE
 
 # ---- local problem and solver -----------------------------------------------------------------------------------------
 
@@ -52,7 +57,7 @@ GRADIENT_ROUNDING_ERROR = 2.0**-48
 
 @dataclass(frozen=True, slots=True)
 class _LocalProblem:
-    """Problem `minimise  weight sum_i phi(a_i.f, b_i) + stiffness/2 ||f||^2 + linear.f`, over all of space.
+    """Problem `minimise  weight sum_i phi(o_i + a_i.f, b_i) + stiffness/2 ||f||^2 + linear.f`, over all of space.
 
     Attributes:
         loss: phi.
@@ -62,6 +67,7 @@ class _LocalProblem:
         stiffness: positive.
         linear: `(..., dim)`.
         tolerance: norm of the gradient at which a point counts as the minimiser.
+        offsets: `o_i`, `(..., records)`, or 0. A rounding error in them changes the problem, but no bound on `phi'` or `phi''`.
     """
 
     loss: MarginLoss
@@ -71,6 +77,7 @@ class _LocalProblem:
     stiffness: Scalars
     linear: FloatArray
     tolerance: float
+    offsets: Scalars = 0.0
 
     def add_linear(self, term: FloatArray) -> _LocalProblem:
         """Return the problem with `term.f` added."""
@@ -79,11 +86,12 @@ class _LocalProblem:
     def gradient(self, point: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return the gradient `(..., dim)`, and the norm `(..., 1)` below which it is zero up to tolerance or float64 errors."""
         features, labels = self.records.features, add_replica_axis(self.records.labels, point)
-        scores, bound = compute_scores(point, features), self.loss.feature_bound
+        scores, bound = self.offsets + compute_scores(point, features), self.loss.feature_bound
         slopes = self._mask_padding(self.loss.slope(scores, labels), point)
         gradient = self.weight * np.matmul(slopes, features) + self.stiffness * point + self.linear
         # Rounding errors are relative to the terms of the sum, and to the effect of a score's error on them.
-        score_error = bound * _norm(point) * self._mask_padding(self.loss.second_derivative(scores, labels), point)
+        score_error = bound * _norm(point) + np.abs(scores)
+        score_error *= self._mask_padding(self.loss.second_derivative(scores, labels), point)
         terms = bound * self.weight * (np.abs(slopes) + score_error).sum(axis=-1, keepdims=True)
         terms = terms + self.stiffness * _norm(point) + _norm(self.linear)
         return gradient, np.maximum(self.tolerance, GRADIENT_ROUNDING_ERROR * terms)
@@ -91,9 +99,8 @@ class _LocalProblem:
     def hessian(self, point: FloatArray) -> _Hessian:
         """Return the Hessian of the objective at points `(..., dim)`."""
         features, labels = self.records.features, self.records.labels
-        curvatures = self._mask_padding(
-            self.loss.second_derivative(compute_scores(point, features), add_replica_axis(labels, point)), point
-        )
+        scores = self.offsets + compute_scores(point, features)
+        curvatures = self._mask_padding(self.loss.second_derivative(scores, add_replica_axis(labels, point)), point)
         rows = features[..., None, :, :] if point.ndim > labels.ndim else features
         return _Hessian(np.sqrt(self.weight * curvatures)[..., None] * rows, np.atleast_1d(self.stiffness))
 
@@ -262,19 +269,21 @@ class Admm:
         return _State(axes, node, 0, zero, zero, zero, zero, 0.0, RecordHistory(self.loss), 0.0)
 
     def emit(self, state: _State, noise: NoiseSource) -> tuple[_State, Message]:
-        step, problem = self._iteration(state)
+        step, centre, problem = self._iteration(state)
+        start = state.primal - centre
+        # A message is the centre plus a noised distance: the rounding of this sum depends on nothing private.
         if step.target == "nothing":
-            primal = sent = problem.minimise(state.primal)
+            primal = sent = centre + problem.minimise(start)
         else:
             drawn = _draw_noise(noise, state, step.rate)
             in_objective = step.target == "objective"
-            exact = (problem.add_linear(problem.weight * drawn) if in_objective else problem).minimise(state.primal)
+            exact = (problem.add_linear(problem.weight * drawn) if in_objective else problem).minimise(start)
             # Also in rounds that do not need it, so that a recording has noise for every round.
             noised = add_laplace_noise(noise, "output", state.t, exact, state.node.output_noise)
             if in_objective:
-                primal = sent = np.where(np.isinf(step.rate), exact, noised)
+                primal = sent = centre + np.where(np.isinf(step.rate), exact, noised)
             else:
-                primal, sent = exact, exact + drawn
+                primal, sent = centre + exact, centre + (exact + drawn)
         return replace(state, primal=primal, message=sent, sensitivity=step.sensitivity), Message({"y": sent})
 
     def update(self, state: _State, received: ReceivedMessages, batch: Batch) -> _State:
@@ -300,18 +309,20 @@ class Admm:
         With output noise, the density is that of the exact minimiser at the message. A message without noise must be a
         minimiser up to twice the solver's tolerance.
         """
-        step, problem = self._iteration(state)
+        step, centre, problem = self._iteration(state)
         sent = np.broadcast_to(message["y"], state.primal.shape)
-        gradient, enough = problem.gradient(sent)
+        distance = sent - centre
+        gradient, enough = problem.gradient(distance)
         if step.target == "minimiser":
-            primal = problem.minimise(state.primal)
-            noise, rate = sent - primal, step.rate
+            exact = problem.minimise(state.primal - centre)
+            primal, noise, rate = centre + exact, distance - exact, step.rate
         else:  # (29), both sides multiplied by C/B
             primal, noise, rate = sent, -gradient, step.rate / problem.weight
         is_exact = np.isinf(rate)
         density = spherical_log_density(noise, np.where(is_exact, 1.0, rate))
         if step.target == "objective":
-            density = density + problem.hessian(sent).log_determinant()
+            density = density + problem.hessian(distance).log_determinant()
+        enough = enough + GRADIENT_ROUNDING_ERROR * problem.smoothness * _norm(sent)  # the message is rounded, too
         exact_density = np.where(_norm(gradient) <= 2.0 * enough, 0.0, -np.inf)
         density = np.where(is_exact, exact_density, density[..., None])[..., 0]
         after = replace(state, primal=primal, message=sent, sensitivity=step.sensitivity)
@@ -333,25 +344,30 @@ class Admm:
             accountant.advance(1)
         return float(1.0 / accountant.perturbation.rate)
 
-    def _iteration(self, state: _State) -> tuple[Perturbation, _LocalProblem]:
-        """Return the perturbation of this round, and the unperturbed problem."""
+    def _iteration(self, state: _State) -> tuple[Perturbation, FloatArray, _LocalProblem]:
+        """Return the perturbation of this round, the public centre, and the unperturbed problem of the distance from it."""
         node, count = state.node, state.count
         step = self.calibration.calibrate_iteration(node, count, state.sensitivity, is_last=state.t == self.rounds - 1)
-        own = state.message + step.carry_factor * (state.primal - state.message)
-        linear = 2.0 * state.dual - node.penalty * (node.degree * own + state.neighbour_sum)
         stiffness = node.stiffness + step.extra_ridge
-        if step.target != "nothing":
-            linear = _clip_norm(linear, _max_linear_norm(node, stiffness))
+        pull = node.penalty * (node.degree * state.message + state.neighbour_sum) - 2.0 * state.dual
+        centre = _clip_norm(pull / stiffness, MAX_MAGNITUDE)
+        if node.output_noise:
+            centre = round_to_lattice(centre, lattice_spacing(node.output_noise))
+        # Only this part is private: two variants of PVP use the clean minimiser in place of their message.
+        linear = node.penalty * node.degree * step.carry_factor * (state.message - state.primal)
+        linear = _clip_norm(linear, find_max_private_norm(node, self.loss, stiffness))
+        records = state.history.records or Batch.empty(self.dim)
         problem = _LocalProblem(
             loss=self.loss,
-            records=state.history.records or Batch.empty(self.dim),
+            records=records,
             weight=node.weight(count),
             smoothness=node.loss_weight * node.curvature + stiffness,
             stiffness=stiffness,
             linear=linear,
             tolerance=node.tolerance,
+            offsets=compute_scores(centre, records.features),
         )
-        return step, problem
+        return step, centre, problem
 
 
 def _draw_noise(noise: NoiseSource, state: _State, rate: Scalars) -> FloatArray:
@@ -364,15 +380,24 @@ def _draw_noise(noise: NoiseSource, state: _State, rate: Scalars) -> FloatArray:
     return noise(NoiseRequest("spherical", "y", state.t, rate, None, state.primal.shape))
 
 
-def _max_linear_norm(node: NodeParameters, stiffness: Scalars) -> Scalars:
-    """Return the norm of `linear` up to which float64 resolves the tolerance.
+def bound_gradient_terms(node: NodeParameters, loss: MarginLoss, stiffness: Scalars) -> Scalars:
+    """Bound the sum of the terms of a gradient (`_LocalProblem.gradient`) at a minimiser, if there is no linear term.
 
-    A minimiser of norm F has `stiffness F <= linear + C ell`, and the terms of its gradient sum to at most
-    `C (ell + c F) + stiffness F + linear`. The guarantee needs the tolerance, and a neighbour may send any values.
+    Its norm F has `stiffness F <= C ell`. The records contribute `C (ell + c F)` and, as far as scores are rounded,
+    `C R |z| phi''(z)`. This is at most `C (2 ell + c/R)` if `phi''` does not grow with `|z|` from 1 on.
     """
-    loss_gradient = node.loss_weight * node.lipschitz
+    weight, slope, curvature = node.loss_weight, node.lipschitz, node.curvature
+    return weight * (4.0 * slope + curvature / loss.feature_bound + curvature * weight * slope / stiffness)
+
+
+def find_max_private_norm(node: NodeParameters, loss: MarginLoss, stiffness: Scalars) -> Scalars:
+    """Return the norm of `linear` up to which float64 resolves the tolerance; a longer one is cut.
+
+    That moves no two vectors farther apart, so the sensitivity remains. The minimiser's norm grows by `linear / stiffness`.
+    """
     share = 2.0 + node.loss_weight * node.curvature / stiffness
-    return np.maximum(node.tolerance / GRADIENT_ROUNDING_ERROR / share - loss_gradient, 0.0)[()]
+    rest = node.tolerance / GRADIENT_ROUNDING_ERROR - bound_gradient_terms(node, loss, stiffness)
+    return np.maximum(rest / share, 0.0)[()]
 
 
 def _count_records(batch: Batch) -> Scalars:

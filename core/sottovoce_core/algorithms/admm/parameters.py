@@ -22,7 +22,12 @@ from sottovoce_core.algorithms.admm.accounting import (
     PrimalCalibration,
     ScaleRule,
 )
-from sottovoce_core.algorithms.admm.algorithm import GRADIENT_ROUNDING_ERROR, Admm
+from sottovoce_core.algorithms.admm.algorithm import (
+    GRADIENT_ROUNDING_ERROR,
+    Admm,
+    bound_gradient_terms,
+    find_max_private_norm,
+)
 from sottovoce_core.algorithms.run_context import (
     AlgorithmSpec,
     PerLearner,
@@ -61,14 +66,13 @@ class DvpSpec(AdmmSpec):
     name: Literal["dvp"]  # type: ignore[assignment]
     alpha: PerLearner = 0.1
     """Privacy loss of an iteration."""
-    rule: ExtraRidgeRule = "balanced"
-    jacobian: Literal[1, 2] = 1
+    rule: ExtraRidgeRule = "tight"
     scale_rule: ScaleRule = "tight"
     output_noise: float = 1e-6
     """Laplace scale of the noise on the minimiser; 0: no such noise, and the minimiser must be exact."""
 
     def build(self, context: RunContext) -> tuple[Admm, tuple[RunWarning, ...]]:
-        objective = DualCalibration(self.rule, self.jacobian, self.scale_rule)
+        objective = DualCalibration(self.rule, self.scale_rule)
         return _build(self, context, objective, self.alpha, self.alpha, self.output_noise)
 
     def scale_noise(self, factors: tuple[float, ...]) -> DvpSpec:
@@ -130,6 +134,7 @@ def _build(
             tolerance=spec.tolerance,
             output_noise=output_noise,
             dim=context.dim,
+            has_logistic_curvature=isinstance(loss, MarginLoss) and loss.has_logistic_curvature,
         )
         for i in range(context.n_learners)
     )
@@ -142,6 +147,9 @@ def _build(
 
 _MIN_CURVATURE_RATIO = 2.0**-40
 """Minimum curvature of the local problem without records, as a share of the curvature of all records."""
+
+_TAIL = 64.0
+"""Logarithm of the probability that noise is longer than the warning about its size assumes, with the sign reversed."""
 
 _WARNING_EPSILON = 10.0
 """Cumulative epsilon from which the user gets a warning."""
@@ -172,10 +180,11 @@ def _check(
             for alpha in (each.alpha, each.final_alpha):
                 require(bool(0 < alpha < math.inf), "ALPHA", f"alpha must be positive and finite, got {alpha}")
         _require_noise(calibration, nodes)
-    _require_solver(node)
+    margin_loss = cast(MarginLoss, loss)
     for each in nodes:
+        _require_solver(calibration, each, margin_loss)
         _require_solvable(each)
-    return cast(MarginLoss, loss), tuple(_findings(calibration, nodes, context))
+    return margin_loss, tuple(_findings(calibration, nodes, margin_loss, context))
 
 
 def _require_loss(calibration: NoiseCalibration, node: NodeParameters, loss: Loss) -> None:
@@ -209,11 +218,18 @@ def _require_noise(calibration: NoiseCalibration, nodes: Sequence[NodeParameters
         require_scales(end / float(alpha) for end in ends for alpha in (each.alpha, each.final_alpha))
 
 
-def _require_solver(node: NodeParameters) -> None:
-    """Raise SOLVER for a tolerance that float64 cannot reach, or negative output noise."""
-    lipschitz = node.lipschitz if node.lipschitz < math.inf else 0.0
-    least = 2 * GRADIENT_ROUNDING_ERROR * node.loss_weight * lipschitz
-    text = f"tolerance must be positive and finite, and at least {least:.3g} for this loss_weight: float64 resolves no less"
+def _require_solver(calibration: NoiseCalibration, node: NodeParameters, loss: MarginLoss) -> None:
+    """Raise SOLVER for a tolerance that float64 cannot reach, or negative output noise.
+
+    Noise covers the solver's error up to the tolerance, so a private form must reach it for all records and messages.
+    """
+    if isinstance(calibration, NoCalibration):
+        terms = 2.0 * node.loss_weight * (node.lipschitz if node.lipschitz < math.inf else 0.0)
+    else:
+        terms = float(bound_gradient_terms(node, loss, node.stiffness))
+    least = GRADIENT_ROUNDING_ERROR * terms
+    text = f"tolerance must be positive and finite, and at least {least:.3g} for this loss_weight, ridge and penalty"
+    text = f"{text}: float64 resolves no less"
     require(max(least, 1e-300) <= node.tolerance < math.inf, "SOLVER", f"{text}, got {node.tolerance}")
     require_scales([node.output_noise], "SOLVER")
 
@@ -230,7 +246,7 @@ def _require_solvable(node: NodeParameters) -> None:
 
 
 def _findings(
-    calibration: NoiseCalibration, nodes: Sequence[NodeParameters], context: RunContext
+    calibration: NoiseCalibration, nodes: Sequence[NodeParameters], loss: MarginLoss, context: RunContext
 ) -> Iterator[RunWarning]:
     """Yield the warnings LOSS_WEIGHT_RANGE, EXTRA_RIDGE, SOLVER and BUDGET."""
     node, rounds = nodes[0], context.rounds
@@ -244,6 +260,8 @@ def _findings(
     )
     if objective is not None:
         yield from _objective_findings(objective, nodes, context.names)
+    if isinstance(calibration, PrimalCalibration):
+        yield from _cut_findings(calibration, nodes, loss, context.names)
     largest = max((rounds - 2) * each.alpha + each.final_alpha for each in nodes) if rounds > 1 else 0.0
     if largest > _WARNING_EPSILON:
         text = f"cumulative loss {largest:.6g} over {rounds - 1} iterations"
@@ -256,8 +274,8 @@ def _objective_findings(
     """Yield the warnings EXTRA_RIDGE and SOLVER."""
     for i, node in enumerate(nodes):
         if (phi := float(objective.calibrate_iteration(node, 1.0, 0.0, is_last=True).extra_ridge)) > 0:
-            least = _records_without_extra_ridge(objective, node)
-            text = f"alpha too small for {format_learner_name(names, i)} while it has fewer than {least} records"
+            text = f"alpha too small for {format_learner_name(names, i)} while it has fewer than"
+            text = f"{text} {objective.min_records(node)} records"
             got = f"extra regularisation biases the classifier, got Phi = {phi:.6g} with one record"
             yield RunWarning("EXTRA_RIDGE", f"{text}: {got}")
             break
@@ -266,8 +284,27 @@ def _objective_findings(
         yield RunWarning("SOLVER", f"{text}, got a solver with tolerance {nodes[0].tolerance:g}")
 
 
-def _records_without_extra_ridge(objective: DualCalibration, node: NodeParameters) -> int:
-    """Return the least B with Phi = 0: `k ln(1 + c C/(B (rho + 2 eta N)))` is at most alpha or half of it."""
-    share = 1.0 if objective.rule == "printed" else 0.5
-    ratio = np.expm1(share * node.final_alpha / objective.jacobian)
-    return math.ceil(node.curvature * node.loss_weight / (node.stiffness * ratio))
+def _cut_findings(
+    calibration: PrimalCalibration, nodes: Sequence[NodeParameters], loss: MarginLoss, names: Sequence[str]
+) -> Iterator[RunWarning]:
+    """Yield the warning SOLVER if a private linear term may be cut: `eta N s` times the norm of the noise before.
+
+    The norm has a Gamma distribution, and exceeds `(n + sqrt(2 n x) + x) / zeta` with a probability of at most `exp(-x)`.
+    """
+    factor = calibration.carry_factor
+    for i, node in enumerate(nodes if factor else ()):
+        norm = node.dim + math.sqrt(2.0 * node.dim * _TAIL) + _TAIL
+        pull = float(node.penalty * node.degree)
+        # 1/zeta is Delta/alpha; Delta is largest in the long run, and with scale rule `printed` that of `literal`.
+        steady = float(node.stiffness) - pull * (factor if calibration.scale_rule == "tight" else 2.0)
+        per_gradient = factor * pull * norm * 2.0 / (steady * float(node.alpha))
+        longest = float(find_max_private_norm(node, loss, node.stiffness))
+        room = longest / per_gradient - node.tolerance
+        least = math.ceil(node.lipschitz * node.loss_weight / room) if room > 0 else math.inf
+        if least > 1:
+            text = (
+                f"tolerance {node.tolerance:g} is too small for {format_learner_name(names, i)} while it has fewer than"
+            )
+            got = f"{least} records: noise in the carried minimiser is cut, got a term of norm above {longest:.3g}"
+            yield RunWarning("SOLVER", f"{text} {got}; raise tolerance, or take variant public")
+            return

@@ -24,6 +24,7 @@ different records: it is kept as the paper's figure.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from typing import Literal
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray, IntArray
-from sottovoce_core.noise import lattice_spacing
+from sottovoce_core.noise import LATTICE_BITS, lattice_spacing
 from sottovoce_core.privacy.accountant import Accountant, RenyiFrontier, require_replaced_count
 from sottovoce_core.privacy.guarantee import Adjacency, GuaranteeBasis, Regularity
 from sottovoce_core.privacy.loss import Mechanism
@@ -57,6 +58,8 @@ class LearnerUpdate:
         noise: rho_t, the Laplace scale of message t; 0: no noise.
         own_weight: `a_t` by round.
         is_gradient_at_mix: the gradient is taken at b, not at x_t.
+        later_costs: bounds on the largest `alpha_k / rho_{k+1}` of all k >= t, and on their sum, if B is 0: a record moves one
+            message; None: it may move more.
     """
 
     dim: int
@@ -64,6 +67,7 @@ class LearnerUpdate:
     noise: RoundSchedule
     own_weight: Callable[[int], float]
     is_gradient_at_mix: bool
+    later_costs: Callable[[int], tuple[float, float]] | None = None
 
 
 class DescentAccountant(Accountant):
@@ -156,6 +160,26 @@ class DescentAccountant(Accountant):
             messages[t] = sensitivity / scale if scale else math.inf if sensitivity else 0.0
             distances[0] = self._step(t, distances, share).max()
         return np.cumsum(messages)
+
+    def infinite_horizon_epsilon(self, counts: IntArray, n_replaced: IntArray | None) -> float:
+        """Bound the cost if a record moves one message: the largest of all rounds, with at least the smallest batch so far.
+
+        All records of a learner cost the sum of all rounds, without the lattice, whose sum diverges. Infinite if a record moves
+        several messages or is used several times, or if no bound on later rounds is known.
+        """
+        update, c, is_learner = self._update, self._regularity, self.adjacency is Adjacency.LEARNER
+        if update.later_costs is None or (n_replaced is not None and (is_learner or n_replaced.sum() > 1)):
+            return math.inf
+        advanced = copy.deepcopy(self)
+        planned = float(advanced.charge_rounds(counts, n_replaced).sum()) + advanced.next_loss()
+        if n_replaced is not None or planned == 0.0:
+            return planned
+        largest, total = update.later_costs(len(counts))
+        share = 1.0 if is_learner else 1.0 / float(counts[counts > 0].min())
+        change = math.sqrt(update.dim) * min(share * c.clipped_gradient_change, 2.0 * c.clip_norm)
+        if is_learner:
+            return planned + change * total
+        return max(planned, change * largest + update.dim * 2.0**-LATTICE_BITS)
 
     def _losses(self, t: int, distances: FloatArray) -> FloatArray:
         """Return the losses of message t for records with distances D_t."""

@@ -43,6 +43,7 @@ from sottovoce_core.algorithms.gradient_descent.accounting import (
     LearnerUpdate,
     RoundSchedule,
 )
+from sottovoce_core.algorithms.gradient_descent.schedules import bound_later_costs
 from sottovoce_core.algorithms.interface import Message, ReceivedMessages, StateAxes
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
 from sottovoce_core.decision_sets import DecisionSet
@@ -153,13 +154,15 @@ class GossipDescent:
         return self.own_value == "noised" and self.play == "mixed"
 
     def accountant(self, learner: int) -> DescentAccountant:
-        own_weight = self._clean_weight(learner)
+        own_weight, step, noise = self._clean_weight(learner), self.step[learner], self.noise[learner]
+        has_single_message = self.own_value == "noised" and self.gradient_at == "mixed"
         update = LearnerUpdate(
             self.dim,
-            self.step[learner],
-            self.noise[learner],
+            step,
+            noise,
             own_weight,
             is_gradient_at_mix=self.gradient_at == "mixed",
+            later_costs=partial(bound_later_costs, step, noise) if has_single_message else None,
         )
         stated_weight = own_weight(0) if self.own_value == "clean" else None
         return DescentAccountant(self.regularity(), update, Adjacency(self.adjacency), stated_weight)

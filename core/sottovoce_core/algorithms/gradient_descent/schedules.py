@@ -210,3 +210,38 @@ def _harmonic(factor: float, shift: float, t: int) -> float:
 def _follow_step(step: RoundSchedule, factor: float, t: int) -> float:
     """Scale in proportion to the step that produced the round's message; the first message, without a step, as the second."""
     return factor * step(max(t - 1, 0))
+
+
+# ---- infinitely many rounds ------------------------------------------------------------------------------------------
+
+
+def bound_later_costs(step: RoundSchedule, noise: RoundSchedule, t: int) -> tuple[float, float]:
+    """Bound the largest `alpha_k / rho_{k+1}` of all k >= t, and their sum; infinite: no bound is known.
+
+    With `alpha_k <= c q^k (k+1)^e` up to a factor that never grows, e at most 0, and `rho_k = d p^k (k+1)^v`, the quotient never
+    grows if `q <= p` and `e <= min(v, 0)`: its logarithm has the derivative `log(q/p) + e/(k+1) - v/(k+2)`.
+    """
+    scale = noise(t + 1)
+    if scale == 0.0:
+        return math.inf, math.inf
+    first = step(t) / scale
+    if isinstance(noise, partial) and noise.func is _follow_step and noise.args[0] is step:
+        return first, math.inf
+    falling, growing = _form(step), _form(noise)
+    if falling is None or growing is None or not (falling[0] <= growing[0] and falling[1] <= min(growing[1], 0.0)):
+        return math.inf, math.inf
+    ratio = falling[0] / growing[0]
+    return first, first / (1.0 - ratio) if ratio < 1.0 else math.inf
+
+
+def _form(schedule: RoundSchedule) -> tuple[float, float] | None:
+    """Return q and e of a schedule `c q^t (t+1)^e`; None: it has another form."""
+    if not isinstance(schedule, partial):
+        return None
+    if schedule.func is _geometric:
+        return schedule.args[1], 0.0
+    if schedule.func is _power:
+        return 1.0, schedule.args[1]
+    if schedule.func is _harmonic:  # steps with a larger shift fall more slowly, noise has the shift 1
+        return 1.0, -1.0 if schedule.args[1] <= 1.0 else 0.0
+    return None

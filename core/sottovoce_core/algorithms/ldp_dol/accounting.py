@@ -165,8 +165,8 @@ def _first_record(
 
 # ---- accounting -------------------------------------------------------------------------------------------------------
 
-_MAX_HEAD_ROUNDS = 2**20
-"""Maximum round at which the tail of `_infinite_horizon` may start."""
+_MIN_HEAD_ROUNDS, _MAX_HEAD_ROUNDS = 2**12, 2**20
+"""Range of the round at which the tail of `_infinite_horizon` starts: the later, the tighter, but every round is computed."""
 
 
 class LdpDolAccountant(FirstRecordAccountant):
@@ -268,8 +268,8 @@ def _infinite_horizon(
     require_mode(mode, regularity)
     if schedules.u >= schedules.v or mode == "loose" or regularity.smoothness == math.inf:
         return math.inf
-    tails = (True, False) if mode == "best" and regularity.can_use_convex_mode else (mode == "convex",)
-    return min(_head_and_tail(mode, regularity, schedules, learner, batch_size, tail) for tail in tails)
+    convex = mode == "convex" or (mode == "best" and regularity.can_use_convex_mode)
+    return _head_and_tail(mode, regularity, schedules, learner, batch_size, convex)
 
 
 def _head_and_tail(
@@ -289,10 +289,11 @@ def _head_and_tail(
     if start is None:
         return math.inf
     t1, margin = start
-    head, phi = _head(mode, regularity, schedules, learner, batch_size, t1)
+    head, phi = _head(mode, regularity, schedules, replace(learner, sigma=1.0), batch_size, t1)
     p = 1.0 + schedules.v - schedules.u
     k = max(schedules.lam0 * regularity.clipped_gradient_change / batch_size / margin, phi * math.pow(t1 + 1.0, p))
-    return head + math.sqrt(2.0 * learner.dim) / learner.sigma * k * float(zeta(p + learner.varsigma, t1 + 1.0))
+    tail = math.sqrt(2.0 * learner.dim) * k * float(zeta(p + learner.varsigma, t1 + 1.0))
+    return (head + tail) / learner.sigma
 
 
 @lru_cache
@@ -304,20 +305,20 @@ def _head(
     batch_size: int,
     rounds: int,
 ) -> tuple[float, float]:
-    """Return the loss of the first `rounds` rounds, up to a million, and `Phi` after them; most learners of a run share it."""
+    """Return the loss of the first `rounds` rounds and `Phi` after them: learners and searched noise sizes share them."""
     sensitivity = _SensitivityRecursion(mode, regularity, schedules, learner.own_weight)
     return math.fsum(_first_record(sensitivity, learner, rounds, batch_size)), sensitivity.phi
 
 
 def _tail_start(regularity: Regularity, schedules: SharedSchedules, a: float, convex: bool) -> tuple[int, float] | None:
-    """Return the first power of two T1 with `c' >= a gamma_0 / 2`, and `c'`; None if none is up to `_MAX_HEAD_ROUNDS`.
+    """Return the least power of two T1 from `_MIN_HEAD_ROUNDS` on with `c' >= a gamma_0 / 2`, and `c'`; None: above the maximum.
 
     From T1 on, a step must shrink Phi by `1 - c (t+1)^-u`. That needs `|s_t| <= 1 - a gamma_t` (for `convex`, of
     `s_t - lambda_t L` too), so coupling and ridge must have become small enough not to overshoot.
     """
     growth = 0.0 if convex else regularity.smoothness * schedules.lam0
     push = 2 * regularity.ridge + regularity.smoothness if convex else regularity.ridge
-    t1 = 1
+    t1 = _MIN_HEAD_ROUNDS
     while t1 <= _MAX_HEAD_ROUNDS:
         c = a * schedules.gam0 - growth * (t1 + 1.0) ** (schedules.u - schedules.v)
         margin = c - (1.0 + schedules.v - schedules.u) * (t1 + 1.0) ** (schedules.u - 1.0)
