@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
-from sottovoce_client.cli.experiments import parse_field_values
+from sottovoce_client.cli.app import parse_field_values
 from sottovoce_client.reports.figure import Figure, export, parse_formats
 from sottovoce_client.reports.plot_elements import BLUE, Axis, PlotView, choose_style, make_line
 from sottovoce_client.runs.plot import HorizontalAxis, make_figures
@@ -357,12 +357,15 @@ def test_formats_are_known() -> None:
 
 
 def test_values_are_read_as_in_a_spec_file() -> None:
-    assert parse_field_values("algorithm.sigma=1,2.5") == ("algorithm.sigma", [1, 2.5])
-    assert parse_field_values("topology.graph=ring,complete") == ("topology.graph", ["ring", "complete"])
-    assert parse_field_values("x=[1, 2],[3, 4]") == ("x", [[1, 2], [3, 4]])
+    texts = ["algorithm.sigma=1,2.5", "topology.graph=ring,complete", "x=[1, 2],[3, 4]"]
+    assert parse_field_values(texts, "--set") == {
+        "algorithm.sigma": [1, 2.5],
+        "topology.graph": ["ring", "complete"],
+        "x": [[1, 2], [3, 4]],
+    }
     for wrong in ("algorithm.sigma", "=1", "a=", "a=[1"):
         with pytest.raises(SpecError, match="--set must be FIELD=V,V,"):
-            parse_field_values(wrong)
+            parse_field_values([wrong], "--set")
 
 
 def test_sweep_and_plot_on_the_command_line(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ WRONG = [
     ("compare spec.yaml --replicas -1", "--replicas"),
     ("sweep spec.yaml --set rounds", "--set must be FIELD=V,V,... with values as in a spec file, got 'rounds'"),
     ("sweep spec.yaml --set 'rounds=[1'", "--set rounds=[1 is not YAML"),
-    ("sweep spec.yaml --set rounds=5 --set rounds=6", "--set must name each field once, with all its values, got rounds=5"),
+    ("sweep spec.yaml --set rounds=5 --set rounds=6", "--set must name each field once, with all its values, got rounds twice"),
     ("sweep spec.yaml --set colour=5", "unknown field colour"),
     ("sweep spec.yaml --set rounds=5 --backend dask://host:99999", ADDRESS),
     ("sweep spec.yaml --set rounds=5 --backend spark", "must be processes, ray, dask, ray://HOST:PORT"),

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -241,6 +241,15 @@ CalibrationTarget = Annotated[
         show_default="the noise of the spec",
     ),
 ]
+TunedFields = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tune",
+        metavar="FIELD=V,V,...",
+        help="Give every run the best of these values, as tuned on the held-out records, which are public; repeat for several.",
+        show_default="the values of the spec",
+    ),
+]
 ResultDelta = Annotated[
     float,
     make_number_option(
@@ -276,6 +285,29 @@ CheckpointList = Annotated[
 def parse_metrics(text: str) -> tuple[str, ...] | None:
     """Parse `--metrics`; None: no choice."""
     return tuple(part.strip() for part in text.split(",") if part.strip()) or None
+
+
+def parse_field_values(texts: Iterable[str], option: str) -> dict[str, list[Any]]:
+    """Parse `algorithm.sigma=1,2,4` into a field and its values, which are read as YAML.
+
+    Raises:
+        SpecError: One has another form, or two name the same field.
+    """
+    from sottovoce_core.yaml_files import parse_document
+
+    found: dict[str, list[Any]] = {}
+    for text in texts:
+        field, equals, values = text.partition("=")
+        try:
+            parsed = parse_document(f"values: [{values}]", f"{option} {text}", "a value").get("values")
+        except SpecError as error:
+            raise SpecError(f"{option} must be FIELD=V,V,... with values as in a spec file: {error}") from None
+        if not (field and equals and parsed):
+            raise SpecError(f"{option} must be FIELD=V,V,... with values as in a spec file, got {text!r}")
+        if field in found:
+            raise SpecError(f"{option} must name each field once, with all its values, got {field} twice")
+        found[field] = parsed
+    return found
 
 
 def parse_checkpoints(text: str) -> int | tuple[int, ...]:

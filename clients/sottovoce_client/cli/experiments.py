@@ -18,11 +18,13 @@ from sottovoce_client.cli.app import (
     MetricNames,
     ResultDelta,
     SpecFile,
+    TunedFields,
     WarningPrinter,
     app,
     make_results_folder,
     make_results_option,
     parse_checkpoints,
+    parse_field_values,
     parse_metrics,
 )
 from sottovoce_core.errors import SpecError
@@ -46,6 +48,7 @@ def sweep(
     ] = False,
     target: CalibrationTarget = None,
     delta: ResultDelta = 0.0,
+    tune: TunedFields = None,
     backend: BackendName = "processes",
     jobs: Annotated[
         int | None, typer.Option(min=1, max=MAX_JOBS, help="Number of concurrent jobs.", show_default="one per core")
@@ -66,11 +69,9 @@ def sweep(
     from sottovoce_core.experiment import load
     from sottovoce_core.results import RESULT_FILE_NAMES, InterruptedSimulation
 
-    formats, listed = parse_formats(export), list(map(parse_field_values, changes))
-    field_values = dict(listed)
-    if len(field_values) < len(listed):
-        raise SpecError(f"--set must name each field once, with all its values, got {', '.join(changes)}")
+    formats, field_values = parse_formats(export), parse_field_values(changes, "--set")
     options: dict[str, Any] = {"seed": seed, "vary_data": vary_data, "target": target, "delta": delta}
+    options |= {"tune": parse_field_values(tune or [], "--tune")}
     options |= {"backend": backend, "jobs": jobs}
     options |= {"metrics": parse_metrics(metrics), "checkpoints": parse_checkpoints(checkpoints)}
     experiment = load(spec)
@@ -94,24 +95,6 @@ def sweep(
         lambda: {"folder": folder, "rows": [dict(zip(table.columns, row, strict=True)) for row in table.rows()]}
     )
     raise typer.Exit(code)
-
-
-def parse_field_values(text: str) -> tuple[str, list[Any]]:
-    """Parse `algorithm.sigma=1,2,4` into a field and its values, which are read as YAML.
-
-    Raises:
-        SpecError: It has another form.
-    """
-    from sottovoce_core.yaml_files import parse_document
-
-    field, equals, values = text.partition("=")
-    try:
-        parsed = parse_document(f"values: [{values}]", f"--set {text}", "a value").get("values")
-    except SpecError as error:
-        raise SpecError(f"--set must be FIELD=V,V,... with values as in a spec file: {error}") from None
-    if not (field and equals and parsed):
-        raise SpecError(f"--set must be FIELD=V,V,... with values as in a spec file, got {text!r}")
-    return field, parsed
 
 
 @app.command(rich_help_panel="Runs")

@@ -22,11 +22,13 @@ from sottovoce_client.cli.app import (
     OutputFolder,
     ResultDelta,
     SpecFile,
+    TunedFields,
     WarningPrinter,
     app,
     make_results_folder,
     make_results_option,
     parse_checkpoints,
+    parse_field_values,
     parse_metrics,
     prepare_run,
 )
@@ -286,6 +288,7 @@ def compare(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
     target: CalibrationTarget = None,
     delta: ResultDelta = 0.0,
+    tune: TunedFields = None,
     metrics: MetricNames = "",
     checkpoints: CheckpointList = "25",
     export: ExportFormats = "",
@@ -302,7 +305,11 @@ def compare(
     sources = [*(list_builtin_sources() if all_algorithms else []), *list_file_sources(specs or [])]
     if not sources:
         raise SpecError("compare requires specs, or --all-algorithms")
-    measured, at = parse_metrics(metrics), parse_checkpoints(checkpoints)
+    measured, at, tuned = (
+        parse_metrics(metrics),
+        parse_checkpoints(checkpoints),
+        parse_field_values(tune or [], "--tune"),
+    )
     folder = make_results_folder("compare", out, [*RESULT_FILE_NAMES, "compare.md", "compare.html"])
     raise typer.Exit(
         compare_to_folder(
@@ -313,6 +320,7 @@ def compare(
             seed=seed,
             target=target,
             delta=delta,
+            tune=tuned,
             export_formats=formats,
             metrics=measured,
             checkpoints=at,

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -21,7 +21,7 @@ from sottovoce_client.reports.page import Page, PageColumn, PageTable
 from sottovoce_client.reports.plot_elements import PALETTE
 from sottovoce_client.runs.plot import export_files, make_curve_line, make_figure, name_metric
 from sottovoce_client.runs.simulation import get_final_metrics
-from sottovoce_client.runs.sweep import equalise
+from sottovoce_client.runs.tuning import equalise
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.experiment import Experiment, PreparedRun, load, require_count, resolve_experiment
@@ -129,6 +129,7 @@ def compare_to_folder(
     seed: int,
     target: float | None = None,
     delta: float = 0.0,
+    tune: Mapping[str, Sequence[Any]] | None = None,
     export_formats: Sequence[str] = (),
     metrics: Sequence[str] | None = None,
     checkpoints: int | Sequence[int] = CHECKPOINTS,
@@ -147,6 +148,7 @@ def compare_to_folder(
         seed: Seed of the noise, the same for each spec.
         target: Epsilon of one use of a record to which the noise of every spec is calibrated; None: as it is.
         delta: Delta of the target and of the epsilons in the table; 0: those of the specs.
+        tune: Values of fields of which each spec gets the best ones, as of `sv.sweep`.
         export_formats: Formats of the files for papers.
         metrics: Names of metrics; None: the default ones.
         checkpoints: Numbers of rounds after which to measure, or how many.
@@ -158,7 +160,7 @@ def compare_to_folder(
     names = make_spec_names([source for source, _ in sources])
     for k, ((source, load_one), name) in enumerate(zip(sources, names, strict=True), 1):
         try:
-            experiment = equalise(load_one(), target, delta)
+            experiment = equalise(load_one(), target, delta, tune, seed)
             first = first or experiment
             _require_same_records(experiment.data, first.data)
             with terminal.show_progress_bar(title := f"spec {k} of {len(sources)}, {source}") as report:
@@ -377,6 +379,9 @@ def compare(
     replicas: int = 10,
     seed: int = 0,
     *,
+    target: float | None = None,
+    delta: float = 0.0,
+    tune: Mapping[str, Sequence[Any]] | None = None,
     metrics: Sequence[str] | None = None,
     checkpoints: int | Sequence[int] = CHECKPOINTS,
 ) -> Results:
@@ -386,6 +391,10 @@ def compare(
         experiments: Mapping from name to experiment; or a list, each under its own name. Paths are those of spec files.
         replicas: Repetitions of each, which differ in their noise alone.
         seed: Seed of the noise, the same for each.
+        target: Epsilon of one use of a record to which the noise of each experiment is calibrated; None: as it is.
+        delta: Delta of the target and of the epsilons in the results (0: that of each experiment).
+        tune: Values of fields of which each experiment gets the best ones, as tuned on the held-out records, which are public;
+            fields that it does not have are left out.
         metrics: Names of metrics to compute (docs/metrics.md). Default: losses, regrets, agreement and accuracy.
         checkpoints: Numbers of rounds after which to measure; or how many, evenly spread on a logarithmic scale up to the last.
 
@@ -415,6 +424,7 @@ def compare(
         )
     for _, each in named:
         _require_same_records(each.data, named[0][1].data)
+    named = [(name, equalise(each, target, delta, tune, seed)) for name, each in named]
     for _, each in named:  # before the first is simulated
         select_metrics(each.run, each.records, metrics)
         resolve_checkpoints(each.rounds, checkpoints)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sottovoce_client.backends import Backend, CountCallback, map_with_progress, open_mapper
+from sottovoce_client.runs.tuning import equalise
 from sottovoce_client.terminal import ProgressReporter, ignore_progress
-from sottovoce_core.api import calibrate, simulate
+from sottovoce_core.api import simulate
 from sottovoce_core.auditing.worlds import ProgressCallback, discard_progress
 from sottovoce_core.data.catalogue import get_data_folders
 from sottovoce_core.errors import DataError, SpecError
@@ -52,6 +54,7 @@ def sweep(
     vary_data: bool = False,
     target: float | None = None,
     delta: float = 0.0,
+    tune: Mapping[str, Sequence[Any]] | None = None,
     backend: Backend = "processes",
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -72,6 +75,8 @@ def sweep(
         vary_data: Whether each seed partitions the records anew.
         target: Epsilon of one use of a record to which the noise of every combination is calibrated; None: as it is.
         delta: Delta of the target and of the epsilons in the results (0: that of the spec).
+        tune: Values of fields of which each combination gets the best ones, as tuned on the held-out records, which are public;
+            every candidate is calibrated to the target.
         backend: `processes` of this machine; `ray` or `dask`; or the address of a cluster, `ray://…` or `dask://…`.
         jobs: Number of concurrent jobs (default: one for each core).
         progress: Called with the numbers of completed jobs and of all jobs.
@@ -97,7 +102,7 @@ def sweep(
     """
     return sweep_with_progress(
         lambda _: None, experiment, changes, replicas,
-        seed=seed, metrics=metrics, checkpoints=checkpoints, vary_data=vary_data, target=target, delta=delta,
+        seed=seed, metrics=metrics, checkpoints=checkpoints, vary_data=vary_data, target=target, delta=delta, tune=tune,
         backend=backend, jobs=jobs, progress=progress,
     )  # fmt: skip
 
@@ -114,6 +119,7 @@ def sweep_with_progress(
     jobs: int | None,
     target: float | None = None,
     delta: float = 0.0,
+    tune: Mapping[str, Sequence[Any]] | None = None,
     metrics: Sequence[str] | None = None,
     checkpoints: int | Sequence[int] = 1,
     progress: CountCallback | None = None,
@@ -133,7 +139,12 @@ def sweep_with_progress(
         resolve_checkpoints(prepared.run.spec.rounds, checkpoints)
         on_ready(prepared)
 
-    each = [_apply_changes(experiment, setting, target, delta, require_measurable) for setting in settings]
+    each = [
+        _apply_changes(
+            experiment, setting, require_measurable, partial(equalise, target=target, delta=delta, tune=tune, seed=seed)
+        )
+        for setting in settings
+    ]
     job_lists = [
         _make_jobs(one, setting, replicas, seed, metrics, checkpoints, vary_data=vary_data)
         for one, setting in zip(each, settings, strict=True)
@@ -148,32 +159,15 @@ def sweep_with_progress(
     return _join_complete(found, job_lists)
 
 
-def equalise(experiment: Experiment, target: float | None, delta: float) -> Experiment:
-    """Return the experiment with its noise calibrated to epsilon `target` of one use of a record, and stated at a delta.
-
-    Args:
-        experiment: Experiment.
-        target: Epsilon; None: the noise stays as it is.
-        delta: Delta of both; 0: that of the spec.
-
-    Raises:
-        SpecError: The noise cannot be calibrated to it.
-    """
-    if delta:
-        experiment = experiment.replace(**{"privacy.delta": delta})
-    return experiment if target is None else calibrate(experiment, target, delta=experiment.privacy.delta)
-
-
 def _apply_changes(
     experiment: Experiment,
     setting: Mapping[str, Any],
-    target: float | None,
-    delta: float,
     on_ready: Callable[[PreparedRun], object],
+    adapt: Callable[[Experiment], Experiment],
 ) -> Experiment:
     """Build the experiment of one combination and check it. Its records are not kept: every process would receive them."""
     try:
-        one = equalise(experiment.replace(**setting), target, delta)
+        one = adapt(experiment.replace(**setting))
         on_ready(prepare(one, folders=get_data_folders()))
     except (SpecError, DataError) as error:
         text = str(error).removeprefix("experiment: ")
