@@ -36,9 +36,9 @@ class Form(_Section):
 class Check(_Section):
     """Requirement for a verdict, on the means of a measure after the last checkpoint.
 
-    `within`: every value is within `tolerance` of the paper's, or within `factor` of it. `above`: every value is at least `factor`
-    times the paper's. `increasing`, `decreasing`: the values
-    of the named variants, settings, or rounds are in this order, for all others each.
+    `within`: every value is within `tolerance` of the paper's, or within `factor` of it. `above`: every value is at least
+    `factor` times the paper's. `increasing`, `decreasing`: the values of the named variants, settings, or rounds are
+    in this order, for all others each.
     """
 
     rule: Literal["within", "above", "increasing", "decreasing"]

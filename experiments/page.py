@@ -57,14 +57,17 @@ def format_cells(item: Item, row: Mapping[str, Any]) -> Iterator[list[str]]:
 def write_pages() -> None:
     """Write the page and the figures of each paper."""
     for paper in PAPERS:
-        _write(DOCS / f"papers-{paper}.md", "\n".join(_describe_paper(paper)))
+        _write(DOCS / f"papers-{paper}.md", "\n".join(describe_paper(paper)))
         for name in list_items(paper):
             item, document = load_item(paper, name), read_results(paper, name).get("full")
             for figure in _draw(item, document) if document else ():
-                figure.write(_get_figure_path(paper, name, figure.name))
+                path = _get_figure_path(paper, name, figure.name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                figure.write(path)
 
 
-def _describe_paper(paper: str) -> Iterator[str]:
+def describe_paper(paper: str) -> Iterator[str]:
+    """Yield the parts of a paper's page."""
     yield _INTRODUCTION.format(name=paper.upper() if paper != "ldp-dol" else "LDP-DOL", paper=PAPERS[paper])
     for name in list_items(paper):
         yield from _describe_item(paper, name, load_item(paper, name), read_results(paper, name).get("full"))

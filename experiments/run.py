@@ -69,7 +69,8 @@ def run_item(
         Unavailable: the backend does not answer.
     """
     item, began = load_item(paper, name), time.monotonic()
-    key = json.dumps([item.model_dump(mode="json"), form, version("sottovoce")])
+    fields = {"base", "variants", "settings", "forms", "measures", "script", "checkpoints"}
+    key = json.dumps([item.model_dump(mode="json", include=fields), form, version("sottovoce")])
     path = folder / f"{paper}-{name}-{form}.json"
     kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     kept = kept if kept.get("key") == key else {"key": key, "rows": [], "seconds": 0.0}

@@ -11,7 +11,9 @@ def measure(experiment: Experiment, replicas: int) -> dict[str, FloatArray]:
     """Return C_R times the loss of the last messages beyond that of ADMM without noise, `(replicas,)`."""
     settings = experiment.algorithm
     noiseless = {name: getattr(settings, name) for name in ("penalty", "loss_weight", "tolerance")}  # without alpha
-    plain = Experiment.model_validate({**experiment.model_dump(mode="json"), "algorithm": {"name": "admm", **noiseless}})
+    plain = Experiment.model_validate(
+        {**experiment.model_dump(mode="json"), "algorithm": {"name": "admm", **noiseless}}
+    )
 
     def measure_loss(of: Experiment) -> FloatArray:
         (run,) = simulate(of, replicas, metrics=["released_loss"], checkpoints=1).results.runs
