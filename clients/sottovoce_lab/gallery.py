@@ -78,15 +78,22 @@ class _Image(NamedTuple):
 def _build_gallery_page(gallery: Gallery) -> Page:
     """Build the page of all attacks and all membership guesses."""
     first = [next(iter(results.values())) for results in gallery.attacks.values() if results]
+    right = round(sum(each.recognised_share * len(each.pictures) for each in first))
+    share = f"{right:,} of {sum(len(each.pictures) for each in first):,} records"
+    if gallery.source:
+        messages = "recorded messages" if "capture" in gallery.attacks else "messages of the spec"
+        heading = f"{share} recognised in the {messages}."
+    else:
+        heading = f"Without noise on the wire: {share} recovered and recognised."
     values = {
         "source": gallery.source,
+        "heading": heading,
+        "right": right,
         "summary": [*map(_compare_with_guesses, first)] if gallery.source else (),
         "attacked": [
             (name, list(_build_rows(each)), _find_faded_transcript(each)) for name, each in gallery.attacks.items()
         ],
         "titles": _TITLES,
-        "total": sum(len(each.pictures) for each in first),
-        "right": round(sum(each.recognised_share * len(each.pictures) for each in first)),
         "get_torch": _GET_TORCH,
         "runs": gallery.memberships[0].guesses.runs if gallery.memberships else 0,
     }

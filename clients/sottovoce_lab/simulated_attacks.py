@@ -369,7 +369,7 @@ def attack_spec(
     add(f"as in the spec, {_format_claim(epsilon)}", prepared)
     if _has_noise(spec):
         add("no noise", prepared, has_noise=False)
-    for factor in factors:
+    for factor in (each for each in factors if each != 1.0):
         scaled = _scale_noise(prepared, (factor,) * spec.n_learners)
         add(f"noise × {format_number(factor)}, {_format_claim(_compute_epsilon(scaled))}", scaled)
     for each in epsilons:
