@@ -345,12 +345,13 @@ class ReferenceGuess(NamedTuple):
 class Reconstruction:
     """Rebuilt records and their similarity to the true ones, ordered by round, then by learner.
 
-    Pictures are cut to the feature range, the smallest to the largest feature of all held-out records, and scaled so that this
-    range is [0, 1]. Similarity and recognition scale each picture to a largest value of 1 instead. Where
-    no intercept shows a record's length, records are as the loss scales them to the feature bound.
+    Pictures are scaled such that the feature range, the smallest to the largest feature of all held-out records, becomes [0, 1].
+    For errors they are cut to it; for similarity and recognition each is scaled to a largest value of 1. Where no intercept
+    shows a record's length, records are as the loss scales them to the feature bound.
 
     Attributes:
-        originals, pictures: `(n, features)`, without the intercept.
+        originals: `(n, features)` true records, without the intercept, not cut.
+        pictures: `(n, features)` rebuilt records, cut.
         mean_squared_error: mean over all features and pictures.
         similarity: structural similarity, mean over all pictures.
         recognised_share: share of pictures that are nearest to their original among many records of the run.
@@ -410,13 +411,15 @@ def reconstruct_records(
     for i, own in enumerate(data.learners[: 1 if run.algorithm.accountant(0).has_shared_records else MAX_LEARNERS]):
         added = _compute_added_gradients(run, transcript, i, np.diff(own.offsets))
         added = _select_gradients(added, own, run.loss)
+        if not len(added.rounds):
+            continue
         batches = [_get_records(own, int(t), added.length) for t in added.rounds]
         rebuilt.append(list(_rebuild_records(run, added, i, view, seed + i, has_noise)))
         truth.append([view.normalise_batch(each) for each in batches])
         identified += list(_identify_records(run.loss, added, batches, data, generator))
-    records, batches = _interleave(rebuilt), _interleave(truth)
-    if not records:
+    if not rebuilt:
         raise SpecError("a learner must have records in its first round to be attacked, got none at any learner")
+    records, batches = _interleave(rebuilt), _interleave(truth)
     rows = view.normalise(np.stack([each.features for each in records]))
     pictures = np.clip(rows, 0.0, 1.0)
     nearest = [int(_compute_errors(picture, each).argmin()) for picture, each in zip(pictures, batches, strict=True)]
@@ -442,8 +445,8 @@ def reconstruct_records(
 
 
 def _compute_errors(picture: FloatArray, batch: Batch) -> FloatArray:
-    """Compute the mean squared error of one picture `(features,)` as each record of a batch, `(records,)`."""
-    errors: FloatArray = ((batch.features - picture) ** 2).mean(axis=-1)
+    """Compute the mean squared error of one picture `(features,)` as each record of a batch, which is cut alike, `(records,)`."""
+    errors: FloatArray = ((np.clip(batch.features, 0.0, 1.0) - picture) ** 2).mean(axis=-1)
     return errors
 
 
