@@ -44,7 +44,7 @@ from sottovoce_core.losses.linear import SoftmaxLoss
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.transcript import Transcript
 
-T = TypeVar("T")
+_Item = TypeVar("_Item")
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
@@ -395,8 +395,7 @@ def reconstruct_records(
         data: the true records; the attack itself uses held-out records only, for what features are like.
         transcript: messages of all learners (one replica).
         seed: seed of the search, of random guesses, and of the records that true ones are compared with.
-        has_noise: whether messages carry noise: no record fits exactly then, and a long search finds nothing better (default:
-            what the algorithm states).
+        has_noise: whether messages carry noise, so that no record fits exactly (default: what the algorithm states).
 
     Raises:
         SpecError: No attack fits the algorithm, no learner has a record in its first round, or some learners are offline.
@@ -484,7 +483,13 @@ class _FeatureView:
     @property
     def length(self) -> float | None:
         """Mean norm of a row, which a gradient alone does not show; None: the intercept shows it."""
-        return None if self.run.spec.data.intercept else float(np.linalg.norm(self.held_out, axis=-1).mean())
+        return None if self.run.spec.data.intercept else float(_compute_norms(self.held_out).mean())
+
+    def limit_lengths(self, rows: FloatArray) -> FloatArray:
+        """Scale rows to norms between the smallest and the largest of held-out records: noise on the intercept changes norms."""
+        norms, known = _compute_norms(rows), _compute_norms(self.held_out)
+        limited: FloatArray = rows * np.clip(norms, known.min(), known.max()) / np.maximum(norms, _TINY)
+        return limited
 
     def normalise(self, rows: FloatArray) -> FloatArray:
         """Scale rows such that the feature range becomes [0, 1]."""
@@ -513,6 +518,11 @@ class _FeatureView:
         blank = np.clip(self.normalise(np.zeros(shape)), 0.0, 1.0)
         mean = np.broadcast_to(self.normalise(self.held_out.mean(axis=0)), shape)
         return {"blank": blank, "mean record": mean, "random record": np.random.default_rng((seed, 1)).random(shape)}
+
+
+def _compute_norms(rows: FloatArray) -> FloatArray:
+    norms: FloatArray = np.linalg.norm(rows, axis=-1, keepdims=True)
+    return norms
 
 
 def _bound(run: Run, features: FloatArray) -> FloatArray:
@@ -557,20 +567,21 @@ def _rebuild_records(
     run: Run, added: _AddedGradients, learner: int, view: _FeatureView, seed: int, has_noise: bool | None
 ) -> Iterator[_Record]:
     """Yield the records of one learner."""
+    noisy = run.algorithm.noise_scale(learner, int(added.rounds[0]) + added.length) > 0 if has_noise is None else has_noise
     if not run.loss.has_slow_gradient:
-        solved = _solve_stream(added, run.loss, length=view.length, nonnegative=view.is_nonnegative)
-        for row, label in zip(*solved, strict=True):
-            yield _Record(row[:-1] if run.spec.data.intercept else row, float(label))
+        rows, labels = _solve_stream(added, run.loss, length=view.length, nonnegative=view.is_nonnegative)
+        rows = rows[:, :-1] if run.spec.data.intercept else rows
+        for row, label in zip(view.limit_lengths(rows) if noisy else rows, labels, strict=True):
+            yield _Record(row, float(label))
         return
     from sottovoce_core.losses.torch import TorchLoss
     from sottovoce_lab.inversion import invert  # PyTorch takes seconds to import
 
     if not isinstance(run.loss, TorchLoss):
         raise SpecError(f"the loss must be a PyTorch module to be searched, got {type(run.loss).__name__}")
-    for t, parameters, gradient in zip(added.rounds, added.parameters, added.gradients, strict=True):
-        # With noise no record fits exactly: a longer search finds nothing better.
-        noisy = run.algorithm.noise_scale(learner, int(t) + 1) > 0 if has_noise is None else has_noise
-        searches, iterations = (1, 50) if noisy else (2, 100)
+    # With noise no record fits exactly: a longer search finds nothing better.
+    searches, iterations = (1, 50) if noisy else (2, 100)
+    for parameters, gradient in zip(added.parameters, added.gradients, strict=True):
         found = invert(run.loss, parameters, gradient, seed, max_searches=searches, max_iterations=iterations)
         yield _Record(found.record, float(found.label))
 
@@ -588,7 +599,7 @@ def _identify_records(
             yield _fits_better(loss, added.parameters[k], added.gradients[k], batch, other)
 
 
-def _interleave(parts: list[list[T]]) -> list[T]:
+def _interleave(parts: list[list[_Item]]) -> list[_Item]:
     """Order every learner's first item before every learner's second one, and so on."""
     longest = max(len(part) for part in parts)
     return [part[k] for k in range(longest) for part in parts if k < len(part)]
