@@ -567,7 +567,9 @@ def _rebuild_records(
     run: Run, added: _AddedGradients, learner: int, view: _FeatureView, seed: int, has_noise: bool | None
 ) -> Iterator[_Record]:
     """Yield the records of one learner."""
-    noisy = run.algorithm.noise_scale(learner, int(added.rounds[0]) + added.length) > 0 if has_noise is None else has_noise
+    noisy = (
+        run.algorithm.noise_scale(learner, int(added.rounds[0]) + added.length) > 0 if has_noise is None else has_noise
+    )
     if not run.loss.has_slow_gradient:
         rows, labels = _solve_stream(added, run.loss, length=view.length, nonnegative=view.is_nonnegative)
         rows = rows[:, :-1] if run.spec.data.intercept else rows

@@ -212,7 +212,7 @@ def test_what_cannot_be_attacked_is_said() -> None:
     run, data = problem({"name": "d-ogd", "step": STEP})
     heard = overheard(run, data, no_noise)
     with pytest.raises(SpecError, match=r"one of the project's, .* got my-own"):
-        _compute_added_gradients(replace(run, algorithm=_Unknown()), heard, 0, SIZES)
+        _compute_added_gradients(replace(run, algorithm=_Unknown()), heard, 0, SIZES)  # type: ignore[arg-type]
 
 
 def test_learners_without_a_record_in_the_first_round_are_left_out() -> None:
