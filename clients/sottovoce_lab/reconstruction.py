@@ -328,7 +328,7 @@ def _normalise(rows: FloatArray) -> FloatArray:
 
 # ---- rebuild ---------------------------------------------------------------------------------------------------------
 
-MAX_LEARNERS, _MAX_ROUNDS = 8, 8
+_MAX_LEARNERS, _MAX_ROUNDS = 8, 8
 """Maximum number of attacked learners, the first ones, and of gradients of each."""
 _MAX_POOL_RECORDS = 2000
 """Maximum number of records, in addition to the originals, among which a picture is recognised."""
@@ -404,10 +404,10 @@ def reconstruct_records(
         raise SpecError(
             "rebuilding records needs all learners in all rounds, got offline_intervals: take a run without them"
         )
-    view = _FeatureView.from_data(run, data)
+    view, transcript = _FeatureView.from_data(run, data), transcript.truncate(count_attacked_rounds(run))
     generator = np.random.default_rng(seed)
     rebuilt, truth, identified = list[list[_Record]](), list[list[Batch]](), list[bool]()
-    for i, own in enumerate(data.learners[: 1 if run.algorithm.accountant(0).has_shared_records else MAX_LEARNERS]):
+    for i, own in enumerate(data.learners[: 1 if run.algorithm.accountant(0).has_shared_records else _MAX_LEARNERS]):
         added = _compute_added_gradients(run, transcript, i, np.diff(own.offsets))
         added = _select_gradients(added, own, run.loss)
         if not len(added.rounds):
@@ -539,17 +539,17 @@ def _get_records(own: LearnerData, t: int, length: int) -> Batch:
 
 
 def _select_gradients(added: _AddedGradients, own: LearnerData, loss: Loss) -> _AddedGradients:
-    """Select a learner's first gradients, as long as they have records.
+    """Select a learner's first gradients, as long as they have records; of a network the first one, at known parameters.
 
-    For a network, also as long as the parameters are known. Earlier records are subtracted from a mean over all records only
-    where they were rebuilt: each alone in its round, and not in a network.
+    Earlier records are subtracted from a mean over all records only where each was alone in its round, so that it was rebuilt.
     """
-    sizes = np.array([_get_records(own, int(t), added.length).size for t in added.rounds[:_MAX_ROUNDS]])
+    first = added.rounds[: 1 if loss.has_slow_gradient else _MAX_ROUNDS]
+    sizes = np.array([_get_records(own, int(t), added.length).size for t in first])
     fit = sizes > 0
     if loss.has_slow_gradient:
         fit &= np.isfinite(added.parameters[: len(sizes)]).all(axis=-1)
     if added.is_mean_of_past:
-        fit[1:] &= (sizes[:-1] == 1) & (not loss.has_slow_gradient)
+        fit[1:] &= sizes[:-1] == 1
     count = len(fit) if fit.all() else int(fit.argmin())
     return replace(
         added, rounds=added.rounds[:count], parameters=added.parameters[:count], gradients=added.gradients[:count]
@@ -592,9 +592,11 @@ def _identify_records(
     loss: Loss, added: _AddedGradients, batches: list[Batch], data: PlacedData, generator: np.random.Generator
 ) -> Iterator[bool]:
     """Yield whether each true record fits better than another random one; only the first round, for means over all records."""
-    pool = [(own, row) for own in data.learners for row in own.order[own.offsets[0] : own.offsets[-1]].tolist()]
+    ends = np.cumsum([len(own.order) for own in data.learners])
     for k, batch in enumerate(batches[: 1 if added.is_mean_of_past else None]):
-        own, row = pool[int(generator.integers(len(pool)))]
+        use = int(generator.integers(ends[-1]))
+        own = data.learners[int(np.searchsorted(ends, use, side="right"))]
+        row = int(own.order[use - int(ends[ends <= use].max(initial=0))])
         other = Batch(own.features[row : row + 1], own.labels[row : row + 1])
         is_known = batch.size == 1 and np.isfinite(added.parameters[k]).all()
         if is_known and (other.features != batch.features).any():

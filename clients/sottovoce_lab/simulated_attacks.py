@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -375,8 +376,8 @@ def attack_spec(
     for each in epsilons:
         found = calibrate(spec, data, BudgetTarget((each,) * spec.n_learners))
         add(_format_label(each), _scale_noise(prepared, found.factors))
-    count = f"{spec.n_learners} learner{'s' * (spec.n_learners != 1)}"
-    return Gallery({"spec": results}, source=f"{spec.algorithm.name}, {spec.data.source}, {count}, simulated")
+    name, count = Path(str(spec.data.source)).name, f"{spec.n_learners} learner{'s' * (spec.n_learners != 1)}"
+    return Gallery({"spec": results}, source=f"{spec.algorithm.name}, {name}, {count}, simulated")
 
 
 def _compute_epsilon(prepared: PreparedRun) -> float:
