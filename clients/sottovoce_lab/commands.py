@@ -116,32 +116,61 @@ def power(
 
 @lab_app.command(common_options=("as_json", "allow_imports"))
 def gallery(
+    spec: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="SPEC",
+            help="The run spec whose simulated messages are attacked.",
+            show_default="small runs over handwritten digits, and guesses of membership",
+            autocompletion=completion.complete_spec_files,
+        ),
+    ] = None,
     capture: Annotated[
         Path | None,
         typer.Option("--captures", metavar="CAPTURE", help="Attack this capture, a folder, instead of simulated runs."),
     ] = None,
     epsilons: Annotated[
-        str, typer.Option(metavar="E,E,...", help="Epsilons of a record over the whole run, for the pictures.")
-    ] = "100000,10000,1000,100,1",
+        str | None,
+        typer.Option(
+            metavar="E,E,...",
+            help="Epsilons of a record over the whole run, for the pictures.",
+            show_default="100000,10000,1000,100,1",
+        ),
+    ] = None,
+    noise_factors: Annotated[
+        str | None,
+        typer.Option(
+            metavar="F,F,...", help="Factors on the noise of SPEC, for the pictures.", show_default="epsilons instead"
+        ),
+    ] = None,
     runs: Annotated[
         int, typer.Option(min=10, max=MAX_COUNT, help="Simulated runs in which membership is guessed.")
     ] = 4000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of noise, coins and searches.")] = 0,
     out: Annotated[Path | None, make_results_option("gallery")] = None,
 ) -> None:
-    """Show what an eavesdropper can rebuild of the records, in pictures, with and without noise.
+    """Show what an eavesdropper can rebuild of the records, in pictures, beside guesses that need no message.
 
     Writes gallery.json and gallery.html. The attack on a network's gradients needs the extra torch.
     """
     from sottovoce_client import terminal
     from sottovoce_core.data.catalogue import get_data_folders
-    from sottovoce_lab.gallery import write_capture_gallery, write_simulated_gallery
+    from sottovoce_core.errors import SpecError
+    from sottovoce_core.spec import load_spec
+    from sottovoce_lab.gallery import write_capture_gallery, write_simulated_gallery, write_spec_gallery
 
+    if spec is not None and capture is not None:
+        raise SpecError("a gallery is of SPEC or of --captures, got both: leave one out")
+    if noise_factors is not None and spec is None:
+        raise SpecError("--noise-factors need SPEC, whose noise they multiply, got none")
+    levels = None if epsilons is None else parse_privacy_levels(epsilons)[::-1]  # from little noise to much
+    factors = () if noise_factors is None else parse_privacy_levels(noise_factors, option="--noise-factors")
+    prepared = None if spec is None else prepare_run(load_spec(spec))
     folder = make_results_folder("gallery", out, ["gallery.json", "gallery.html"])
-    if capture is None:
-        code = write_simulated_gallery(
-            folder, parse_privacy_levels(epsilons)[::-1], runs, seed
-        )  # from little noise to much
+    if prepared is not None:
+        code = write_spec_gallery(prepared, folder, levels, factors, seed)
+    elif capture is None:
+        code = write_simulated_gallery(folder, levels, runs, seed)
     else:
         code = write_capture_gallery(
             capture, folder, seed, get_data_folders(), allow_imports=get_common_options().allow_imports

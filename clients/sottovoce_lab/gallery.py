@@ -30,21 +30,29 @@ from sottovoce_client.reports.plot_elements import (
     make_reference_line,
     select_evenly,
 )
-from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.errors import CaptureError, SpecError
-from sottovoce_core.experiment import prepare
+from sottovoce_core.errors import CaptureError
+from sottovoce_core.experiment import PreparedRun, prepare
 from sottovoce_core.optional import format_install_hint
 from sottovoce_core.spec import parse_spec
 from sottovoce_eavesdropper.capture_reader import find_captures
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_lab.reconstruction import Reconstruction, reconstruct_records
-from sottovoce_lab.simulated_attacks import AttackResults, Gallery, MembershipInference, simulate_gallery
+from sottovoce_lab.simulated_attacks import (
+    DEFAULT_EPSILONS,
+    AttackResults,
+    Gallery,
+    MembershipInference,
+    attack_spec,
+    simulate_gallery,
+)
 
 # ---- exhibits --------------------------------------------------------------------------------------------------------
 
 MAX_PICTURES_PER_ROW = 8
 """Maximum number of pictures in a row."""
+_REFERENCES = {"blank": "a blank picture", "mean record": "the mean record", "random record": "a random record"}
+"""Descriptions of the guesses that need no message."""
 _MIN_ERROR = 1e-9
 """Mean squared error that counts as rounding."""
 _GET_TORCH = format_install_hint("torch")
@@ -52,6 +60,7 @@ _TITLES = {
     "linear": "Read off a gradient",
     "network": "Searched for in a network’s gradient",
     "gossip": "Read off gossip messages",
+    "spec": "Rebuilt from messages",
     "capture": "Rebuilt from a capture",
 }
 """Titles of the attacks."""
@@ -69,14 +78,22 @@ class _Image(NamedTuple):
 def _build_gallery_page(gallery: Gallery) -> Page:
     """Build the page of all attacks and all membership guesses."""
     first = [next(iter(results.values())) for results in gallery.attacks.values() if results]
+    right = round(sum(each.recognised_share * len(each.pictures) for each in first))
+    share = f"{right:,} of {sum(len(each.pictures) for each in first):,} records"
+    if gallery.source:
+        messages = "recorded messages" if "capture" in gallery.attacks else "messages of the spec"
+        heading = f"{share} recognised in the {messages}."
+    else:
+        heading = f"Without noise on the wire: {share} recovered and recognised."
     values = {
         "source": gallery.source,
+        "heading": heading,
+        "right": right,
+        "summary": [*map(_compare_with_guesses, first)] if gallery.source else (),
         "attacked": [
             (name, list(_build_rows(each)), _find_faded_transcript(each)) for name, each in gallery.attacks.items()
         ],
         "titles": _TITLES,
-        "total": sum(len(each.pictures) for each in first),
-        "right": round(sum(each.recognised_share * len(each.pictures) for each in first)),
         "get_torch": _GET_TORCH,
         "runs": gallery.memberships[0].guesses.runs if gallery.memberships else 0,
     }
@@ -92,34 +109,53 @@ def _find_faded_transcript(results: AttackResults) -> tuple[str, Reconstruction]
 
 
 def _build_rows(results: AttackResults) -> Iterator[tuple[str, list[_Image], Sequence[str], Reconstruction]]:
-    """Yield the true records, and the rebuilt ones of each transcript: a label, pictures, figures."""
-    for k, (label, each) in enumerate(results.items()):
-        if k == 0:
-            yield "the true records", _build_images(each.originals, "the true records"), ("",) * 4, each
-        error = format_number(each.mean_squared_error, 2) if each.mean_squared_error >= _MIN_ERROR else "< 1e−9"
+    """Yield the true records, the rebuilt ones of each transcript, and guesses without messages: a label, pictures, figures."""
+    first = next(iter(results.values()), None)
+    if first is None:
+        return
+    blank = ("",) * 4
+    yield "the true records", _build_images(first.originals, "the true records"), ("", *blank), first
+    for label, each in results.items():
         figures = (
-            error,
+            _format_error(each.mean_squared_error),
             format_number(each.similarity, 2),
             format_percent(each.recognised_share),
             format_percent(each.identified_share),
+            format_percent(each.label_share),
         )
         yield label, _build_images(each.pictures, label), figures, each
+    for name, guess in first.references.items():
+        label = f"guess: {_REFERENCES[name]}"
+        yield label, _build_images(guess.pictures, label), (_format_error(guess.mean_squared_error), *blank), first
+
+
+def _format_error(error: float) -> str:
+    return format_number(error, 3) if error >= _MIN_ERROR else "< 1e−9"
+
+
+def _compare_with_guesses(result: Reconstruction) -> str:
+    """Compare the error of an attack with that of the best guess that needs no message, in a sentence."""
+    name, guess = min(result.references.items(), key=lambda each: each[1].mean_squared_error)
+    verb = "is better" if result.mean_squared_error < guess.mean_squared_error else "is no better"
+    return (
+        f"The attack {verb} than a guess without any message: its error is {_format_error(result.mean_squared_error)}, "
+        f"that of {_REFERENCES[name]} {_format_error(guess.mean_squared_error)}."
+    )
 
 
 def _build_images(pictures: FloatArray, label: str) -> list[_Image]:
-    """Build square pictures where the number of features is a square, else lines."""
-    side = math.isqrt(pictures.shape[1])
-    square = side * side == pictures.shape[1]
-    shape, size = ((side, side), (56, 56)) if square else ((1, pictures.shape[1]), (72, 28))
+    """Build square pictures where the number of features is a square, or three of them, which are averaged; else lines."""
+    channels = next((k for k in (1, 3) if pictures.shape[1] == k * math.isqrt(pictures.shape[1] // k) ** 2), 0)
+    side = math.isqrt(pictures.shape[1] // channels) if channels else 0
+    shape, size = ((channels, side, side), (56, 56)) if channels else ((1, 1, pictures.shape[1]), (72, 28))
     return [
-        _Image(base64.b64encode(_encode_png(each.reshape(shape))).decode(), *size, label)
+        _Image(base64.b64encode(_encode_png(each.reshape(shape).mean(axis=0))).decode(), *size, label)
         for each in pictures[:MAX_PICTURES_PER_ROW]
     ]
 
 
-def _encode_png(values: FloatArray) -> bytes:
-    """Encode a grey PNG of values in [0, 1] (1 is black), or in [-1, 1] if some are negative; one pixel for each value."""
-    ink = (values + 1.0) / 2.0 if (values < 0).any() else values
+def _encode_png(ink: FloatArray) -> bytes:
+    """Encode a grey PNG of values cut to [0, 1], 1 is black; one pixel for each value."""
     grey = np.rint(255.0 * (1.0 - np.clip(ink, 0.0, 1.0))).astype(np.uint8)
     lines = b"".join(b"\0" + line.tobytes() for line in grey)
     header = struct.pack(">IIBBBBB", grey.shape[1], grey.shape[0], 8, 0, 0, 0, 0)
@@ -173,18 +209,34 @@ def _plot_roc(rows: Sequence[MembershipInference]) -> Figure:
 # ---- gallery ---------------------------------------------------------------------------------------------------------
 
 
-def write_simulated_gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int) -> int:
+def write_simulated_gallery(folder: Path, epsilons: Sequence[float] | None, runs: int, seed: int) -> int:
     """Run every attack on simulated runs, print figures, write `gallery.json` and `gallery.html`; return the exit code.
 
     Args:
         folder: folder of the results.
-        epsilons, runs, seed: as in `simulate_gallery`.
+        epsilons, runs, seed: as in `simulate_gallery`; default of epsilons: `DEFAULT_EPSILONS`.
 
     Raises:
         SpecError: scikit-learn, scipy or Jinja2 are not installed.
     """
     console = terminal.create_console()
-    return _publish(simulate_gallery(epsilons, runs, seed, console.status), folder, console)
+    return _publish(simulate_gallery(epsilons or DEFAULT_EPSILONS, runs, seed, console.status), folder, console)
+
+
+def write_spec_gallery(
+    prepared: PreparedRun, folder: Path, epsilons: Sequence[float] | None, factors: Sequence[float], seed: int
+) -> int:
+    """Attack the messages of a simulated run of a spec; print and write as `write_simulated_gallery`; return the exit code.
+
+    Args:
+        prepared, epsilons, factors, seed: as in `attack_spec`.
+        folder: folder of the results.
+
+    Raises:
+        SpecError: as `attack_spec`, or an optional dependency of the attack is not installed.
+    """
+    console = terminal.create_console()
+    return _publish(attack_spec(prepared, epsilons, factors, seed, console.status), folder, console)
 
 
 def write_capture_gallery(
@@ -220,10 +272,6 @@ def write_capture_gallery(
     spec = parse_spec(found.metadata["spec"], source=str(capture), allow_imports=allow_imports)
     prepared = prepare(spec, folders=folders)
     run = prepared.run
-    if isinstance(run.algorithm, DualAveraging):
-        raise SpecError(
-            "a gallery needs an attack on one run, and membership is guessed over many: use sottovoce audit"
-        )
     transcript = found.read_transcript(run.field_shapes, run.spec.n_learners, run.network)
     epsilon = max(run.guarantee(i).epsilon() for i in range(run.spec.n_learners))
     label = f"claimed ε = {format_number(epsilon)}" if math.isfinite(epsilon) else "no claim"
@@ -238,7 +286,7 @@ def write_capture_gallery(
 
 
 def _publish(gallery: Gallery, folder: Path, console: Console) -> int:
-    opener = open_private if gallery.source else None  # results of a capture hold its learners' records
+    opener = open_private if gallery.source else None  # the results hold the learners' records
     write_json(folder / "gallery.json", _build_document(gallery), opener=opener)
     _print(gallery, console)
     page = folder / "gallery.html"
@@ -278,7 +326,11 @@ def _build_attack_document(protection: str, result: Reconstruction) -> dict[str,
     return {
         "protection": protection,
         "records": len(result.pictures),  # rebuilt
-        "mean_squared_error": result.mean_squared_error,
+        "mean_squared_error": result.mean_squared_error,  # per feature, in the feature range, which is [0, 1]
+        "reference_errors": {  # the same error of guesses that need no message
+            name.replace(" ", "_"): guess.mean_squared_error for name, guess in result.references.items()
+        },
+        "label_found": result.label_share,  # share of records; null: labels are numbers
         "similarity": result.similarity,  # 1 if equal, about 0 if unrelated
         "recognised": result.recognised_share,  # share of pictures that are nearest to their own record
         "recognised_among": result.pool_size,  # number of records
@@ -290,19 +342,20 @@ def _build_attack_document(protection: str, result: Reconstruction) -> dict[str,
 
 def _print(gallery: Gallery, console: Console) -> None:
     table = terminal.create_table("attack", "protection")
-    for head in ("similarity", "recognised", "pairwise\naccuracy"):
+    for head in ("mean sq.\nerror", "label\nfound", "similarity", "recog-\nnised", "pairwise\naccuracy"):
         table.add_column(head, justify="right")
     for name, results in gallery.attacks.items():
-        for k, (label, each) in enumerate(results.items()):
-            figures = (
-                format_number(each.similarity, 2),
-                format_percent(each.recognised_share),
-                format_percent(each.identified_share),
-            )
-            table.add_row("" if k else _TITLES[name], label, *figures, end_section=k == len(results) - 1)
+        title = _TITLES[name]
+        for label, _, figures, _ in list(_build_rows(results))[1:]:
+            error, similarity, recognised, identified, found = figures
+            table.add_row(title, label, error, found, similarity, recognised, identified)
+            title = ""
         if not results:
-            table.add_row(_TITLES[name], Text("needs PyTorch", style="yellow"), *[MISSING_VALUE] * 3, end_section=True)
+            table.add_row(title, Text("needs PyTorch", style="yellow"), *[MISSING_VALUE] * 5)
+        table.add_section()
     console.print(table)
+    if gallery.source:
+        console.print(_compare_with_guesses(next(iter(next(iter(gallery.attacks.values())).values()))))
     if not all(gallery.attacks.values()):
         console.print(Text(f"The attack on a network needs PyTorch: {_GET_TORCH}"))
     if gallery.memberships:

@@ -1,4 +1,4 @@
-"""Runs over scikit-learn's digits that the gallery attacks, and membership inference in them.
+"""Simulated runs that the gallery attacks: those of a spec, or over scikit-learn's digits; and membership inference in these.
 
 Membership is inferred in dual averaging with a shared loss (`dpsda-c`, `dpsda-ps`, `dpcda`). All learners hold one record, or all
 hold another one; everything else is known. Given the past, the messages of a round are independent, so the log-likelihood ratios
@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,16 +22,19 @@ from sottovoce_client.formatting import format_number
 from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.auditing.bounds import compute_confidence_interval, compute_epsilon_lower_bound
+from sottovoce_core.budget.calibration import BudgetTarget, calibrate
+from sottovoce_core.budget.cost import LearnerCost, combine_costs
 from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import PreparedRun, prepare
-from sottovoce_core.noise import SeededNoise
+from sottovoce_core.noise import SeededNoise, no_noise
 from sottovoce_core.privacy.guarantee import compose_guarantees
 from sottovoce_core.runs.replay import Replay, replay
-from sottovoce_core.runs.run import Run
+from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.runs.transcript import Transcript
-from sottovoce_core.spec import parse_spec
-from sottovoce_lab.reconstruction import Reconstruction, reconstruct_records
+from sottovoce_core.spec import RunSpec, parse_spec
+from sottovoce_lab.reconstruction import Reconstruction, count_attacked_rounds, reconstruct_records
 
 # ---- membership ------------------------------------------------------------------------------------------------------
 
@@ -216,6 +221,9 @@ class MembershipInference:
     guesses: _GuessSummary
 
 
+DEFAULT_EPSILONS = (100_000.0, 10_000.0, 1_000.0, 100.0, 1.0)
+"""Default epsilons of the pictures, from little noise to much."""
+
 AttackResults = Mapping[str, Reconstruction]
 """Reconstructions of the same records under one attack, by the protection of their transcript."""
 
@@ -227,7 +235,7 @@ class Gallery:
     Attributes:
         attacks: results by attack; empty ones if an optional dependency of the attack is not installed.
         memberships: results of membership inference.
-        source: description of the attacked capture; empty: simulated runs.
+        source: description of the attacked spec or capture; empty: simulated runs over digits.
     """
 
     attacks: Mapping[str, AttackResults]
@@ -251,7 +259,7 @@ def simulate_gallery(
     network: AttackResults = {}
     if find_spec("torch") is not None:
         with show_status("searching for records that fit a network's gradients"):
-            network = _attack_with_and_without_noise(_build_network_spec, epsilons, seed, rounds=1)
+            network = _attack_with_and_without_noise(_build_network_spec, epsilons, seed)
     with show_status("rebuilding records from gossip messages"):
         gossip = _attack_gossip(epsilons, seed)
     with show_status("guessing membership"):
@@ -278,7 +286,7 @@ def _build_descent(epsilon: float) -> dict[str, Any]:
 
 
 def _attack_with_and_without_noise(
-    build_spec: Callable[[float], dict[str, Any]], epsilons: Sequence[float], seed: int, rounds: int = 8
+    build_spec: Callable[[float], dict[str, Any]], epsilons: Sequence[float], seed: int
 ) -> AttackResults:
     """Run one attack without noise, and with noise of every epsilon.
 
@@ -286,9 +294,8 @@ def _attack_with_and_without_noise(
         build_spec: builds the spec of the run from epsilon.
         epsilons: epsilons of the noise.
         seed: seed of noise and searches.
-        rounds: records of every learner to rebuild.
     """
-    return {_format_label(each): _attack(build_spec(each), seed, rounds) for each in (math.inf, *epsilons)}
+    return {_format_label(each): _attack(_prepare(build_spec(each)), seed) for each in (math.inf, *epsilons)}
 
 
 def _attack_gossip(epsilons: Sequence[float], seed: int) -> AttackResults:
@@ -304,8 +311,8 @@ def _attack_gossip(epsilons: Sequence[float], seed: int) -> AttackResults:
         }
 
     smallest = min(epsilons)
-    published = _attack(build_spec(smallest, "after_gossip"), seed)
-    noised = {_format_label(each): _attack(build_spec(each, "before_gossip"), seed) for each in epsilons}
+    published = _attack(_prepare(build_spec(smallest, "after_gossip")), seed)
+    noised = {_format_label(each): _attack(_prepare(build_spec(each, "before_gossip")), seed) for each in epsilons}
     return {f"as published, ε = {format_number(smallest)} for decisions": published, **noised}
 
 
@@ -318,13 +325,83 @@ def _prepare(document: Mapping[str, Any]) -> PreparedRun:
     return prepare(parse_spec({**_COMMON, **document, "data": data}, source="gallery", allow_imports=True))
 
 
-def _attack(document: Mapping[str, Any], seed: int, rounds: int = 8) -> Reconstruction:
-    """Simulate a run, and attack its messages."""
-    prepared = _prepare(document)
-    transcript = Transcript.from_rounds(
-        step.message for step in simulate_rounds(prepared.run, prepared.data, SeededNoise(seed))
-    )
-    return reconstruct_records(prepared.run, prepared.data, transcript, max_rounds=rounds, seed=seed)
+def _attack(prepared: PreparedRun, seed: int, *, has_noise: bool | None = None) -> Reconstruction:
+    """Simulate the first rounds of a run, without noise if `has_noise` is False, and attack their messages."""
+    run, data = prepared.run, prepared.data
+    noise = no_noise if has_noise is False else SeededNoise(seed)
+    rounds = islice(simulate_rounds(run, data, noise), count_attacked_rounds(run))
+    transcript = Transcript.from_rounds(step.message for step in rounds)
+    return reconstruct_records(run, data, transcript, seed=seed, has_noise=has_noise)
+
+
+# ---- spec ------------------------------------------------------------------------------------------------------------
+
+
+def attack_spec(
+    prepared: PreparedRun,
+    epsilons: Sequence[float] | None,
+    factors: Sequence[float],
+    seed: int,
+    show_status: Callable[[str], AbstractContextManager[object]],
+) -> Gallery:
+    """Rebuild records from the messages of a simulated run with the noise of its spec, without noise, and at other levels.
+
+    Args:
+        prepared: the run of the spec.
+        epsilons: budgets of every learner's messages over the whole run, for which the noise is calibrated; None:
+            `DEFAULT_EPSILONS` if there are no factors, and the messages have a finite epsilon.
+        factors: factors on the noise of the spec.
+        seed: seed of noise and searches.
+        show_status: context manager that shows the current step.
+
+    Raises:
+        SpecError: The spec's noise cannot be scaled, an epsilon cannot be met, or no attack fits the algorithm.
+    """
+    spec, data = prepared.run.spec, prepared.data
+    epsilon = _compute_epsilon(prepared)
+    if epsilons is None:
+        epsilons = () if factors or math.isinf(epsilon) else DEFAULT_EPSILONS
+    results = dict[str, Reconstruction]()
+
+    def add(label: str, run: PreparedRun, has_noise: bool | None = None) -> None:
+        with show_status(f"rebuilding records: {label}"):
+            results[label] = _attack(run, seed, has_noise=has_noise)
+
+    add(f"as in the spec, {_format_claim(epsilon)}", prepared)
+    if _has_noise(spec):
+        add("no noise", prepared, has_noise=False)
+    for factor in (each for each in factors if each != 1.0):
+        scaled = _scale_noise(prepared, (factor,) * spec.n_learners)
+        add(f"noise × {format_number(factor)}, {_format_claim(_compute_epsilon(scaled))}", scaled)
+    for each in epsilons:
+        found = calibrate(spec, data, BudgetTarget((each,) * spec.n_learners))
+        add(_format_label(each), _scale_noise(prepared, found.factors))
+    name, count = Path(str(spec.data.source)).name, f"{spec.n_learners} learner{'s' * (spec.n_learners != 1)}"
+    return Gallery({"spec": results}, source=f"{spec.algorithm.name}, {name}, {count}, simulated")
+
+
+def _compute_epsilon(prepared: PreparedRun) -> float:
+    """Compute the largest epsilon of a learner over the whole run; with shared records that of all learners together."""
+    return combine_costs([LearnerCost(prepared.run, i, own) for i, own in enumerate(prepared.data.learners)])
+
+
+def _format_claim(epsilon: float) -> str:
+    return f"ε = {format_number(epsilon)}" if math.isfinite(epsilon) else "no claim"
+
+
+def _has_noise(spec: RunSpec) -> bool:
+    try:
+        spec.algorithm.scale_noise((1.0,) * spec.n_learners)
+    except SpecError:
+        return False
+    return True
+
+
+def _scale_noise(prepared: PreparedRun, factors: tuple[float, ...]) -> PreparedRun:
+    """Return the run with every learner's noise multiplied by its factor."""
+    spec = prepared.run.spec
+    scaled = spec.model_copy(update={"algorithm": spec.algorithm.scale_noise(factors)})
+    return replace(prepared, run=build_run(scaled, prepared.data.n_features))
 
 
 # ---- membership ------------------------------------------------------------------------------------------------------

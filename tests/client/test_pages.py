@@ -27,7 +27,7 @@ from sottovoce_core.results import Facts, Result, Results
 from sottovoce_core.runs.curves import Curve, Curves
 from sottovoce_core.runs.run import Run
 from sottovoce_lab.gallery import _build_gallery_page
-from sottovoce_lab.reconstruction import Reconstruction
+from sottovoce_lab.reconstruction import Reconstruction, ReferenceGuess
 from sottovoce_lab.simulated_attacks import Gallery, MembershipInference, _GuessSummary
 from tests.claims import SETUPS
 from tests.client.summaries import learner, summary
@@ -78,13 +78,14 @@ def of_an_audit(name: str) -> Page:
 
 def of_a_gallery(name: str) -> Page:
     pictures = np.linspace(0, 1, 8).reshape(2, 4)
-    rebuilt = Reconstruction(pictures, pictures, 0.1, 0.9, 0.0, math.nan, 7)
+    guesses = {each: ReferenceGuess(pictures, 0.2) for each in ("blank", "mean record", "random record")}
+    rebuilt = Reconstruction(pictures, pictures, 0.1, 0.9, 0.0, math.nan, 1.0, 7, guesses)
     attacked = {name: rebuilt, f"{name} again": rebuilt}
     rates = np.array([0.0, 0.5, 1.0])
     guessed = _GuessSummary(runs=10, correct=6, low=0.3, high=0.8, bound=0.0, detections=rates, false_alarms=rates)
-    guesses = MembershipInference(name, name, name, 1.0, True, guessed)
-    attacks = {"linear": attacked, "network": {}, "gossip": attacked, "capture": attacked}
-    return _build_gallery_page(Gallery(attacks, (guesses,), name))
+    membership = MembershipInference(name, name, name, 1.0, True, guessed)
+    attacks = {"linear": attacked, "network": {}, "gossip": attacked, "spec": attacked, "capture": attacked}
+    return _build_gallery_page(Gallery(attacks, (membership,), name))
 
 
 def of_a_comparison(name: str) -> Page:

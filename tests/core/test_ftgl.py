@@ -21,7 +21,7 @@ from sottovoce_core.algorithms.follow_the_leader.accounting import (
     lowbit,
 )
 from sottovoce_core.algorithms.follow_the_leader.algorithm import PdFtgl
-from sottovoce_core.algorithms.follow_the_leader.d_ftgl import _DFtgl
+from sottovoce_core.algorithms.follow_the_leader.d_ftgl import DFtgl
 from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip
 from sottovoce_core.algorithms.follow_the_leader.parameters import PdFtglSpec, RegretParameters
 from sottovoce_core.algorithms.interface import LocalMessages, Message, StackedMessages, StateAxes
@@ -290,7 +290,7 @@ def test_learning_starts_where_the_loss_says() -> None:
 
     for name in ("pd-ftgl", "pd-ocg", "d-ftgl"):
         run = ran(name, loss={**LOSS, "ridge": 0.0}, algorithm={"multiplier": 1e6})
-        assert isinstance(run.algorithm, PdFtgl | _DFtgl)
+        assert isinstance(run.algorithm, PdFtgl | DFtgl)
         elsewhere = replace(run.algorithm, loss=Elsewhere(feature_bound=2.0, ridge=0.0))
         last = simulated(replace(run, algorithm=elsewhere), made_up(run.spec), no_noise)[-1].decisions_after
         np.testing.assert_allclose(last, 0.25, atol=1e-3)
@@ -303,7 +303,7 @@ def test_a_round_of_the_baseline_is_the_papers_update() -> None:
     """(3) and (4), rounds counted from 0."""
     run = ran("d-ftgl", 30, 4, topology={"graph": "path"})
     data, P, algorithm = made_up(run.spec, batch=2), run.network.mixing(0).matrix, run.algorithm
-    assert isinstance(algorithm, _DFtgl)
+    assert isinstance(algorithm, DFtgl)
     total = np.zeros((4, 3))
     for step in simulated(run, data, no_noise):
         np.testing.assert_allclose(step.message["y"][:, 0], total, atol=1e-12)

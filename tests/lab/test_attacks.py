@@ -45,6 +45,7 @@ FEATURES, CLASSES = 25, 4
 STEP = {"kind": "power", "scale": 0.5}
 SOFTMAX = {"kind": "softmax", "classes": CLASSES}
 SILENT = {"kind": "none"}
+SIZES = np.ones(9, dtype=np.int64)
 PUBLISHED = {"name": "pd-ftgl", "epsilon": 1.0, "block_length": 1, "noise_placement": "after_gossip"}
 
 
@@ -88,6 +89,8 @@ def attacked(run: Run, data: PlacedData, noise: NoiseSource | None = None) -> Re
             {"name": "dsgd", "step": STEP, "noise": SILENT, "form": form}
             for form in ("adapt_then_combine", "consensus")
         ),
+        {"name": "dpsr", "step": STEP},
+        {"name": "d-ftgl", "regularization": 1e4},
         {"name": "ldp-dol", "sigma": 1.0},
         {**PUBLISHED, "regularization": 1e4},
         {**PUBLISHED, "name": "pd-ocg", "regularization": 1e4},
@@ -100,20 +103,53 @@ def test_without_noise_on_the_wire_records_are_read_exactly(algorithm: dict[str,
     Of 160 learners with a tenth of this regularization none had such a record: fails by chance with probability below 1e-9.
     """
     run, data = problem(algorithm, loss=loss)
-    noise = no_noise if algorithm["name"] == "ldp-dol" else SeededNoise(0)
-    heard = overheard(run, data, noise)
+    noise = no_noise if algorithm["name"] in ("ldp-dol", "dpsr") else SeededNoise(0)
+    assert all(each >= 6 for each in read_exactly(run, data, noise))
+
+
+def read_exactly(run: Run, data: PlacedData, noise: NoiseSource = no_noise) -> list[int]:
+    """Check that the first records of every learner are read off the messages; return their numbers."""
+    heard, counts = overheard(run, data, noise), list[int]()
     for i, own in enumerate(data.learners):
-        found = _compute_added_gradients(run, heard, i)
-        rows, labels = _solve_stream(found, run.loss, intercept=True)
-        assert len(rows) >= 6
+        found = _compute_added_gradients(run, heard, i, np.diff(own.offsets))
+        rows, labels = _solve_stream(found, run.loss, length=None)
         np.testing.assert_allclose(rows, own.features[: len(rows)], atol=1e-6)
         np.testing.assert_array_equal(labels, own.labels[: len(rows)])
+        counts.append(len(rows))
+    return counts
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"name": "admm"}, {"name": "dvp", "alpha": 0.01}, {"name": "dvp", "alpha": 100.0}, {"name": "pvp", "alpha": 1.0}],
+    ids=lambda algorithm: f"{algorithm['name']}-{algorithm.get('alpha', '')}",
+)
+def test_minimisers_show_the_gradient_of_the_records(algorithm: dict[str, Any]) -> None:
+    """With the smaller alpha, DVP adds ridge, which depends on the number of records."""
+    run, data = problem(algorithm, loss={"kind": "logistic", "ridge": 0.1})
+    assert read_exactly(run, data) == [8] * 4
+
+
+@pytest.mark.parametrize("primal", ["noised", "clean"])
+def test_dual_vectors_show_the_first_gradient(primal: str) -> None:
+    run, data = problem({"name": "dpps", "sigma": 1.0, "primal": primal}, topology={"weights": "out_degree"})
+    assert read_exactly(run, data) == [1] * 4
+
+
+@pytest.mark.parametrize("name", ["dpsda-c", "dpsda-ps"])
+def test_blocks_of_a_shared_loss_show_its_first_record(name: str) -> None:
+    run, data, _ = shared(name=name)
+    data = replace(data, learners=data.learners[:1] * 4)
+    loose = replace(run, algorithm=replace(run.algorithm, clip_threshold=math.inf))  # type: ignore[type-var]
+    assert read_exactly(loose, data) == [1] * 4
+    made = attacked(loose, data, no_noise)
+    assert made.pictures.shape == (1, FEATURES) and made.mean_squared_error < 1e-12
 
 
 def test_without_an_intercept_records_are_read_up_to_their_length() -> None:
     run, data = problem({"name": "d-ogd", "step": STEP}, loss={"kind": "logistic"}, data={"intercept": False})
     rows, labels = _solve_stream(
-        _compute_added_gradients(run, overheard(run, data, no_noise), 2), run.loss, intercept=False, nonnegative=True
+        _compute_added_gradients(run, overheard(run, data, no_noise), 2, SIZES), run.loss, length=1.0, nonnegative=True
     )
     truth, _ = run.loss.enforce_bounds(data.learners[2].features[:8], data.learners[2].labels[:8])
     np.testing.assert_allclose(rows, truth, atol=1e-6)
@@ -162,30 +198,84 @@ def test_less_noise_shows_more() -> None:
 
 def test_of_two_records_the_gradient_tells_which() -> None:
     run, data = problem({"name": "d-ogd", "step": STEP})
-    found = _compute_added_gradients(run, overheard(run, data, no_noise), 0)
+    found = _compute_added_gradients(run, overheard(run, data, no_noise), 0, SIZES)
     own, other = (data.learners[i].batch(0) for i in (0, 1))
     assert _fits_better(run.loss, found.parameters[0], found.gradients[0], own, other)
     assert not _fits_better(run.loss, found.parameters[0], found.gradients[0], other, own)
 
 
+class _Unknown:
+    name = "my-own"
+
+
+def test_what_cannot_be_attacked_is_said() -> None:
+    run, data = problem({"name": "d-ogd", "step": STEP})
+    heard = overheard(run, data, no_noise)
+    with pytest.raises(SpecError, match=r"one of the project's, .* got my-own"):
+        _compute_added_gradients(replace(run, algorithm=_Unknown()), heard, 0, SIZES)  # type: ignore[arg-type]
+
+
+def test_learners_without_a_record_in_the_first_round_are_left_out() -> None:
+    run, data = problem({"name": "d-ogd", "step": STEP})
+    heard = overheard(run, data, no_noise)
+    late = [replace(own, offsets=np.maximum(own.offsets - 1, 0)) for own in data.learners]
+    some = replace(data, learners=(late[0], *data.learners[1:]))
+    assert len(reconstruct_records(run, some, heard).pictures) == 3 * 8
+    with pytest.raises(SpecError, match="records in its first round"):
+        reconstruct_records(run, replace(data, learners=tuple(late)), heard)
+
+
 @pytest.mark.parametrize(
-    ("algorithm", "batch", "message"),
+    ("algorithm", "batch"),
     [
-        ({"name": "dpps", "sigma": 1.0}, 1, "got dpps"),
-        ({"name": "d-ogd", "step": STEP}, 3, "got 3 in the first round"),
-        ({**PUBLISHED, "block_length": 2}, 1, "a sum over 2 rounds"),
+        ({"name": "d-ogd", "step": STEP}, 3),
+        ({"name": "ldp-dol", "sigma": 1.0}, 3),
+        ({**PUBLISHED, "block_length": 2}, 1),
     ],
+    ids=["batch", "history", "block"],
 )
-def test_what_cannot_be_attacked_is_said(algorithm: dict[str, Any], batch: int, message: str) -> None:
-    topology = {"weights": "out_degree"} if algorithm["name"] == "dpps" else {}
-    with pytest.raises(SpecError, match=message):
-        attacked(*problem(algorithm, batch=batch, topology=topology))
+def test_of_several_records_the_nearest_counts(algorithm: dict[str, Any], batch: int) -> None:
+    """Of a sum of gradients one picture is rebuilt, and guesses are compared as it is."""
+    run, data = problem(algorithm, batch=batch)
+    made, size = attacked(run, data, no_noise), max(batch, algorithm.get("block_length", 1))
+    high = data.test_features[:, :-1].max()
+    low = data.test_features[:, :-1].min()
+    own = (data.learners[0].features[:size, :-1] - low) / (high - low)
+    errors = ((own.clip(0, 1) - made.pictures[0]) ** 2).mean(axis=1)
+    np.testing.assert_allclose(made.originals[0], own[errors.argmin()])
+    assert 1e-6 < errors.min() < made.references["random record"].mean_squared_error
+    assert math.isnan(made.identified_share)
+
+
+def test_guesses_without_messages_have_the_errors_of_an_independent_computation() -> None:
+    """Of 800 uniform features the error is within 0.04 of its expectation, four deviations: fails once in 10,000 seeds."""
+    run, data = problem({"name": "d-ogd", "step": STEP})
+    made = attacked(run, data, no_noise)
+    known = data.test_features[:, :-1]
+    truth = np.stack([own.features[t, :-1] for t in range(8) for own in data.learners])
+    low, high = known.min(), known.max()
+    np.testing.assert_allclose(made.originals, (truth - low) / (high - low))
+    cut, unit = truth.clip(low, high), (high - low) ** 2
+    errors = {name: guess.mean_squared_error for name, guess in made.references.items()}
+    assert errors["blank"] == pytest.approx(((cut - max(0.0, low)) ** 2).mean() / unit)
+    assert errors["mean record"] == pytest.approx(((cut - known.mean(axis=0)) ** 2).mean() / unit)
+    expected = ((cut - low) * (cut - high)).mean() / unit + 1.0 / 3.0
+    assert errors["random record"] == pytest.approx(expected, abs=0.04)
+
+
+def test_the_label_is_found_where_the_record_is() -> None:
+    run, data = problem({"name": "d-ogd", "step": STEP})
+    assert attacked(run, data, no_noise).label_share == 1.0
+    numbers = problem(
+        {"name": "d-ogd", "step": STEP}, loss={"kind": "ridge"}, decision_set={"kind": "l2_ball", "radius": 1.0}
+    )
+    assert math.isnan(attacked(*numbers, no_noise).label_share)
 
 
 def test_one_message_shows_nothing_that_was_added() -> None:
     run, data = problem({"name": "d-ogd", "step": STEP})
     with pytest.raises(SpecError, match="got 1"):
-        _compute_added_gradients(run, overheard(run, data, no_noise).truncate(1), 0)
+        _compute_added_gradients(run, overheard(run, data, no_noise).truncate(1), 0, SIZES)
 
 
 def test_records_of_who_is_away_now_and_then_are_not_rebuilt() -> None:
@@ -211,7 +301,7 @@ def test_likeness() -> None:
     assert abs(_compute_similarity(pictures, pictures[::-1]).mean()) < 0.1
     assert _is_recognised(pictures, pictures, pictures).all()
     assert not _is_recognised(pictures[::-1], pictures, pictures).any()
-    assert (_scale_pictures(-pool) == 0.0).all() and _scale_pictures(-pool, nonnegative=False).min() == -1.0
+    assert (_scale_pictures(-pool) == 0.0).all()
 
 
 # ---- membership ------------------------------------------------------------------------------------------------------

@@ -11,15 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
-from sottovoce_core.errors import CaptureError, SpecError
-from sottovoce_core.experiment import prepare
+from sottovoce_client.formatting import format_number
+from sottovoce_core.errors import CaptureError
+from sottovoce_core.experiment import Experiment, prepare
 from sottovoce_core.spec import parse_spec
 from sottovoce_lab import simulated_attacks
 from sottovoce_lab.gallery import MAX_PICTURES_PER_ROW, _encode_png, write_capture_gallery
+from tests.docs.pages import CHECKOUT
 from tests.services.network import network
 
 for module in ("sklearn", "scipy", "jinja2"):
@@ -54,18 +57,121 @@ def test_the_gallery_is_printed_and_written(tmp_path: Path, no_torch: None) -> N
     page = (tmp_path / "gallery.html").read_text(encoding="utf-8")
     assert "pip install &#39;.[torch]&#39;" in page and "proves nothing" in page
     assert not re.search(r"<(?:img|script|link)[^>]+(?:src|href)=\"(?!data:)", page)
-    rows = 4 + 4  # of two attacks: the true records, and three strips
+    rows = 7 + 7  # of two attacks: the true records, three strips, and three guesses
     assert page.count('<img src="data:image/png;base64,') == MAX_PICTURES_PER_ROW * rows
 
 
 def test_a_picture_is_a_grey_png() -> None:
-    """1 is black, 0 is white; where numbers may be negative, 0 is grey."""
+    """1 is black, 0 is white."""
     data = _encode_png(np.array([[0.0, 1.0, 0.5]]))
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and data[16:24] == bytes([0, 0, 0, 3, 0, 0, 0, 1])
     begin = data.index(b"IDAT") + 4
     assert zlib.decompress(data[begin : data.index(b"IEND") - 8]) == bytes([0, 255, 0, 128])
-    signed = _encode_png(np.array([[0.0, 1.0, -1.0]]))
-    assert zlib.decompress(signed[signed.index(b"IDAT") + 4 : signed.index(b"IEND") - 8]) == bytes([0, 128, 0, 255])
+
+
+# ---- of a spec -------------------------------------------------------------------------------------------------------
+
+
+def shown_of(folder: Path, spec: dict[str, Any], *flags: str) -> tuple[str, list[dict[str, Any]]]:
+    """What is printed of a spec, and its results in gallery.json."""
+    (folder / "spec.yaml").write_text(yaml.safe_dump(spec), encoding="utf-8")
+    words = ["lab", "gallery", str(folder / "spec.yaml"), "--out", str(folder / "out"), *flags]
+    done = CliRunner().invoke(app, words, terminal_width=120)
+    assert done.exit_code == 0, done.output
+    document = json.loads((folder / "out" / "gallery.json").read_text(encoding="utf-8"))
+    assert document["membership"] == []
+    return done.output, document["attacks"]["spec"]
+
+
+def test_records_of_another_data_set_are_rebuilt_from_the_messages_of_a_spec(tmp_path: Path) -> None:
+    spec = {
+        "rounds": 20,
+        "learners": 2,
+        "algorithm": {"name": "ldp-dol", "sigma": 100.0},
+        "data": {"source": "breast_cancer", "scale": "range"},
+    }
+    text, found = shown_of(tmp_path, spec, "--epsilons", "1,1000000", "--noise-factors", "1,2")
+    epsilon = Experiment.model_validate(spec).epsilon()
+    assert [each["protection"] for each in found] == [
+        f"as in the spec, ε = {format_number(epsilon)}",
+        "no noise",
+        f"noise × 2, ε = {format_number(epsilon / 2)}",
+        "ε = 1,000,000",
+        "ε = 1",
+    ]
+    own, bare, _, little, much = found
+    best = min(own["reference_errors"].values())
+    assert all(each["reference_errors"] == own["reference_errors"] and each["records"] == 2 * 8 for each in found)
+    assert bare["mean_squared_error"] < 1e-12 and bare["label_found"] == bare["recognised"] == 1.0
+    assert little["mean_squared_error"] < best < min(own["mean_squared_error"], much["mean_squared_error"])
+    said = " ".join(text.split())
+    error = format_number(own["mean_squared_error"], 3)
+    assert f"no better than a guess without any message: its error is {error}, that of the mean record" in said
+    page = (tmp_path / "out" / "gallery.html").read_text(encoding="utf-8")
+    assert "no better than a guess" in page and "guess: a blank picture" in page
+    assert {(tmp_path / "out" / name).stat().st_mode & 0o777 for name in ("gallery.json", "gallery.html")} == {0o600}
+
+
+def test_a_spec_without_noise_has_one_row(tmp_path: Path) -> None:
+    data = {"source": "digits", "batch_size": 3}
+    _, (only,) = shown_of(tmp_path, {"rounds": 5, "algorithm": {"name": "d-ogd"}, "data": data})
+    assert only["protection"] == "as in the spec, no claim" and only["pairwise_accuracy"] is None
+    assert only["records"] == 5 * 4  # each of three records: four of five rounds are seen in the message after them
+
+
+def made_pictures(folder: Path) -> None:
+    """A small file in the place of MNIST: bright squares on black."""
+    generator, pictures = np.random.default_rng(0), np.zeros((60, 28, 28), dtype=np.uint8)
+    for each, (x, y) in zip(pictures, generator.integers(4, 16, size=(60, 2)), strict=True):
+        each[x : x + 8, y : y + 8] = 255
+    labels = generator.integers(0, 10, size=60).astype(np.uint8)
+    labels[:10] = np.arange(10)
+    np.savez(folder / "mnist.npz", X_train=pictures[:40], y_train=labels[:40], X_test=pictures[40:], y_test=labels[40:])
+
+
+def test_the_experiment_of_chen_and_wang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on MNIST: without noise the picture is found, with noise none, and the label always."""
+    pytest.importorskip("torch", reason="the extra `torch` is not installed")
+    made_pictures(tmp_path)
+    monkeypatch.setenv("SOTTOVOCE_DATA", str(tmp_path))
+    spec = yaml.safe_load((CHECKOUT / "experiments" / "chen-wang" / "dlg.spec.yaml").read_text(encoding="utf-8"))
+    spec["learners"], spec["algorithm"]["varsigma"] = 2, spec["algorithm"]["varsigma"][:2]
+    _, found = shown_of(tmp_path, spec, "--noise-factors", "0.5")
+    own, bare, half = found
+    best = min(own["reference_errors"].values())
+    assert [each["label_found"] for each in found] == [1.0] * 3 and bare["mean_squared_error"] < best / 2
+    assert min(own["mean_squared_error"], half["mean_squared_error"]) > 2 * best
+
+
+def test_a_built_in_network_is_attacked(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the extra `torch` is not installed")
+    made_pictures(tmp_path)
+    scale = {"kind": "range", "low": 0, "high": 255}
+    spec = {
+        "rounds": 2,
+        "learners": 2,
+        "algorithm": {"name": "pd-ogd", "noise": {"kind": "none"}},
+        "loss": {"kind": "torch", "module": "mnist-cnn", "clip_norm": 10.0},
+        "data": {"source": str(tmp_path / "mnist.npz"), "scale": scale, "intercept": False},
+    }
+    _, (only,) = shown_of(tmp_path, spec)
+    assert only["records"] == 2 and only["label_found"] == 1.0 and len(only["pictures"][0]) == 784
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["spec.yaml", "--captures", "folder"], "got both"),
+        (["--noise-factors", "2"], "need SPEC"),
+        (["spec.yaml", "--noise-factors", "0"], "--noise-factors must be above 0"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(flags: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["lab", "gallery", *flags])
+    assert done.exit_code != 0 and message in str(done.exception)
+
+
+# ---- of a capture ----------------------------------------------------------------------------------------------------
 
 
 async def captured(folder: Path, algorithm: dict[str, Any], **sections: Any) -> Path:
@@ -114,11 +220,13 @@ async def test_noise_on_the_real_wire_hides_pictures(tmp_path: Path) -> None:
     assert abs(figures["similarity"]) < 0.3 and figures["recognised"] < 0.2
 
 
-async def test_one_capture_does_not_show_membership(tmp_path: Path) -> None:
+async def test_a_shared_record_is_read_off_the_real_wire(tmp_path: Path) -> None:
     data = {"source": "digits", "partition": "shared"}
-    capture = await captured(tmp_path, {"name": "dpsda-c", "sigma": 1.0}, data=data, loss={"kind": "logistic"})
-    with pytest.raises(SpecError, match="membership is guessed over many"):
-        shown(capture, tmp_path)
+    algorithm = {"name": "dpsda-c", "sigma": 0.0}
+    text, document = shown(await captured(tmp_path, algorithm, data=data, loss={"kind": "logistic"}), tmp_path)
+    (figures,) = document["attacks"]["capture"]
+    assert "is better than a guess" in text
+    assert figures["records"] == 1 and figures["mean_squared_error"] < 1e-12 and figures["label_found"] == 1.0
 
 
 def test_what_is_no_capture_is_refused(tmp_path: Path) -> None:

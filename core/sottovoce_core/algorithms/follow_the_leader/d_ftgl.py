@@ -43,12 +43,12 @@ class DFtglSpec(AlgorithmSpec):
     lazy: LazyMode = False
     """Gossip with (I+P)/2; auto: if the mixing matrix has a negative eigenvalue."""
 
-    def build(self, context: RunContext) -> tuple[_DFtgl, tuple[RunWarning, ...]]:
+    def build(self, context: RunContext) -> tuple[DFtgl, tuple[RunWarning, ...]]:
         gossip, regret = Gossip.from_network(context.fixed_network, self.lazy), RegretParameters.from_context(context)
         # Plain gossip keeps all z within sqrt(n) G / rho of their mean: the error of a prefix sum in the bound.
         error = math.sqrt(gossip.n_learners) * regret.lipschitz / gossip.spectral_gap
         h = self.multiplier * (self.regularization or regret.regularization(1, 2.0, error))
-        algorithm = _DFtgl(context.dim, context.rounds, gossip, h, context.loss, context.decision_set)
+        algorithm = DFtgl(context.dim, context.rounds, gossip, h, context.loss, context.decision_set)
         text = "d-ftgl sends sums of gradients without noise: on the wire epsilon is infinite; for privacy take pd-ftgl"
         return algorithm, (RunWarning("WIRE_EXPOSED", text),)
 
@@ -66,7 +66,7 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _DFtgl:
+class DFtgl:
     """D-FTGL of one run."""
 
     dim: int
