@@ -134,8 +134,9 @@ def test_the_experiment_of_chen_and_wang(tmp_path: Path, monkeypatch: pytest.Mon
     pytest.importorskip("torch", reason="the extra `torch` is not installed")
     made_pictures(tmp_path)
     monkeypatch.setenv("SOTTOVOCE_DATA", str(tmp_path))
-    spec = yaml.safe_load((CHECKOUT / "experiments" / "chen-wang" / "dlg.spec.yaml").read_text(encoding="utf-8"))
-    spec["learners"], spec["algorithm"]["varsigma"] = 2, spec["algorithm"]["varsigma"][:2]
+    item = yaml.safe_load((CHECKOUT / "experiments" / "ldp-dol" / "table-2-dlg.yaml").read_text(encoding="utf-8"))
+    spec = item["base"]
+    spec["learners"], spec["algorithm"]["sigma"], spec["algorithm"]["varsigma"] = 2, 0.07, [0.11, 0.12]
     _, found = shown_of(tmp_path, spec, "--noise-factors", "0.5")
     own, bare, half = found
     best = min(own["reference_errors"].values())
