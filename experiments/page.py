@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sottovoce_client.atomic_files import write_atomically
 from sottovoce_client.formatting import format_number, format_with_error
 from sottovoce_client.reports.figure import Figure
 from sottovoce_client.reports.plot_elements import (
+    PALETTE,
     Axis,
     PlotMark,
     PlotView,
@@ -28,6 +30,7 @@ from sottovoce_client.reports.plot_elements import (
 from sottovoce_core.arrays import as_floats
 
 DOCS = FOLDER.parent / "docs"
+_ROUNDS = Axis("rounds", log=True, value_format="count")
 _INTRODUCTION = """\
 # {name}: the paper's tables and figures
 
@@ -112,45 +115,66 @@ def _get_figure_path(paper: str, name: str, measure: str) -> Path:
 
 
 def _draw(item: Item, document: Mapping[str, Any]) -> Iterator[Figure]:
-    """Yield a figure for each measure to be plotted: over the rounds of each run, or over the settings of each variant."""
+    """Yield figures of each measure to be plotted: over the settings; or over the rounds, for each variant if runs are many."""
+    rows = document["rows"]
     for measure in item.plot:
-        over_rounds = any(len(row["measures"][measure]["rounds"]) > 1 for row in document["rows"])
-        marks = list(_draw_rounds(document, measure) if over_rounds else _draw_settings(item, document, measure))
-        values = np.concatenate([each.y for each in marks if each.kind in ("line", "dots")])
-        title = item.names.get(measure, measure.replace("_", " "))
-        x = Axis("rounds", log=True, value_format="count") if over_rounds else _make_setting_axis(item)
-        view = PlotView("", x, Axis(title, log=is_log_axis_needed(values[np.isfinite(values)])))
-        yield Figure(measure, title.capitalize(), marks, (view,), height=320)
+        name = item.names.get(measure, measure.replace("_", " "))
+        if not any(len(row["measures"][measure]["rounds"]) > 1 for row in rows):
+            marks = list(_draw_settings(item, document, measure))
+            yield _make_figure(measure, name, marks, _place_settings(item)[0])
+        elif len(rows) <= len(PALETTE):
+            yield _make_figure(measure, name, list(_draw_rounds(rows, measure)), _ROUNDS)
+        else:
+            for k, variant in enumerate(item.variants, 1):
+                marks = list(_draw_rounds([row for row in rows if row["variant"] == variant], measure))
+                yield _make_figure(f"{measure}-{k}", f"{name}: {variant}", marks, _ROUNDS, name)
 
 
-def _draw_rounds(document: Mapping[str, Any], measure: str) -> Iterator[PlotMark]:
-    for k, row in enumerate(document["rows"]):
+def _make_figure(name: str, title: str, marks: Sequence[PlotMark], x: Axis, y_title: str = "") -> Figure:
+    values = np.concatenate([each.y for each in marks if each.kind in ("line", "dots")])
+    y = Axis(y_title or title, log=is_log_axis_needed(values[np.isfinite(values)]))
+    return Figure(name, title[0].upper() + title[1:], marks, (PlotView("", x, y),), height=320)
+
+
+def _draw_rounds(rows: Sequence[Mapping[str, Any]], measure: str) -> Iterator[PlotMark]:
+    has_variants = len({row["variant"] for row in rows}) > 1
+    for k, row in enumerate(rows):
         colour, dash = choose_style(k)
         found = row["measures"][measure]
         x, mean = as_floats(found["rounds"]), _to_floats(found["mean"])
         if "deviation" in found:
             deviation = _to_floats(found["deviation"])
             yield make_band(x, mean - deviation, mean + deviation, colour)
-        yield make_line(x, mean, ", ".join(filter(None, (row["variant"], row["setting"]))), colour, dash=dash)
+        name = ", ".join(filter(None, (row["variant"] if has_variants else "", row["setting"]))) or row["variant"]
+        yield make_line(x, mean, name, colour, dash=dash)
 
 
 def _draw_settings(item: Item, document: Mapping[str, Any], measure: str) -> Iterator[PlotMark]:
-    x = np.arange(1.0, len(item.settings) + 1)
+    _, places = _place_settings(item)
+    x = as_floats(list(places.values()))
     for k, variant in enumerate(item.variants):
         colour, dash = choose_style(k)
-        rows = [row for row in document["rows"] if row["variant"] == variant]
+        rows = [row for row in document["rows"] if row["variant"] == variant and row["setting"] in places]
         mean = _to_floats([get_last(row, measure) for row in rows])
         deviation = _to_floats([get_last(row, measure, "deviation") for row in rows])
         if np.isfinite(deviation).any():
             yield make_band(x, mean - deviation, mean + deviation, colour)
         yield make_line(x, mean, variant or "ours", colour, dash=dash)
-        printed = _to_floats([item.get_paper_value(variant, setting, measure) for setting in item.settings])
+        printed = _to_floats([item.get_paper_value(variant, setting, measure) for setting in places])
         if np.isfinite(printed).any():
             yield make_dots(x, printed, f"{variant} (paper)".strip(), colour, width=7.0, shape="diamond")
 
 
-def _make_setting_axis(item: Item) -> Axis:
-    return Axis(", ".join(item.settings), value_format="count")
+def _place_settings(item: Item) -> tuple[Axis, dict[str, float]]:
+    """Place the settings on an axis: by the numbers of their names, as in `α = 0.1`; without any, by their order."""
+    found = {name: re.fullmatch(r"(.+) = ([\d.,]+)", name) for name in item.settings}
+    values = {name: float(each[2].replace(",", "")) for name, each in found.items() if each}
+    titles = {each[1] for each in found.values() if each}
+    if len(titles) == 1 and len(values) > 1:
+        return Axis(titles.pop(), log=is_log_axis_needed(as_floats(list(values.values())))), values
+    return Axis(", ".join(item.settings), value_format="count"), {
+        name: float(k) for k, name in enumerate(item.settings, 1)
+    }
 
 
 def _to_floats(values: Any) -> Any:
