@@ -36,7 +36,7 @@ def format_number(value: float | None, digits: int = 4) -> str:
         mantissa, _, power = f"{rounded:.{digits - 1}e}".partition("e")
         text = f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(power)}"
     else:
-        text = f"{rounded:,.0f}" if abs(rounded) >= 1000 else f"{rounded:.{digits}g}"
+        text = f"{rounded:,.0f}" if abs(rounded) >= min(1000, 10**digits) else f"{rounded:.{digits}g}"
     return text.replace("-", "−")
 
 

@@ -45,6 +45,13 @@ def test_a_chance_that_no_number_is_small_enough_for_is_below_the_least() -> Non
     assert [format_p_value(p) for p in (0.046, 4.4e-7, 0.0, math.nan)] == ["0.046", "4.4e−7", "< 1e−300", "–"]
 
 
+@pytest.mark.parametrize(
+    ("value", "digits", "text"), [(187.3, 2, "190"), (99.6, 2, "100"), (25.1, 1, "30"), (1234, 2, "1,200")]
+)
+def test_few_digits_of_a_large_number_are_no_power_of_ten(value: float, digits: int, text: str) -> None:
+    assert format_number(value, digits) == text
+
+
 def test_number_has_no_zeros_at_its_end() -> None:
     told = [format_number(value) for value in (8e-6, 1.43e-6, 1.2e9, -3e-12)]
     assert told == ["8e−6", "1.43e−6", "1.2e9", "−3e−12"]
