@@ -333,7 +333,7 @@ def test_the_solver_gets_there_from_everywhere(loss: MarginLoss) -> None:
     weight, stiffness = 1000.0 / 40, 0.01
     smoothness = 1000.0 * loss.curvature + stiffness
     problem = _LocalProblem(loss, Batch(features, labels), weight, smoothness, stiffness, linear, 1e-9)
-    gradient, enough = problem.gradient(problem.minimise(start))
+    gradient, enough, _ = problem.evaluate(problem.minimise(start))
     assert (_norm(gradient) <= enough).all()
     assert enough.max() < 1e-8
 

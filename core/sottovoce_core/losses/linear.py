@@ -298,10 +298,11 @@ class SoftmaxLoss(Loss):
         return self.classes * n_features
 
     def gradient_sum(self, theta: FloatArray, batch: Batch) -> FloatArray:
-        scores = self._scores(theta, batch.features)
-        chances = np.exp(scores - scores.max(axis=-2, keepdims=True))
-        chances /= chances.sum(axis=-2, keepdims=True)
-        residuals: FloatArray = chances - self._one_hot(batch.labels, theta)
+        residuals = self._scores(theta, batch.features)
+        residuals -= residuals.max(axis=-2, keepdims=True)
+        np.exp(residuals, out=residuals)
+        residuals /= residuals.sum(axis=-2, keepdims=True)
+        residuals -= self._one_hot(batch.labels, theta)
         if self.clip_norm is not None:
             norms = np.linalg.norm(residuals, axis=-2)
             norms *= add_replica_axis(np.sqrt(np.vecdot(batch.features, batch.features)), theta)
@@ -315,8 +316,9 @@ class SoftmaxLoss(Loss):
 
     def values(self, theta: FloatArray, batch: Batch) -> FloatArray:
         scores = self._scores(theta, batch.features)
-        chosen = (scores * self._one_hot(batch.labels, theta)).sum(axis=-2)
-        values: FloatArray = np.logaddexp.reduce(scores, axis=-2) - chosen
+        scores -= scores.max(axis=-2, keepdims=True)
+        chosen = np.einsum("...kr,...kr->...r", scores, self._one_hot(batch.labels, theta))
+        values: FloatArray = np.log(np.exp(scores, out=scores).sum(axis=-2)) - chosen
         return values
 
     def gradient_bound(self, radius: float) -> float:

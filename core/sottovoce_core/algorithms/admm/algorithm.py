@@ -23,6 +23,7 @@ is public, and no linear term is left but the noise.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +56,20 @@ GRADIENT_ROUNDING_ERROR = 2.0**-48
 """Upper bound on the relative error of a gradient in float64."""
 
 
+class _Evaluation(NamedTuple):
+    """Values at points `(..., dim)`.
+
+    Attributes:
+        gradient: `(..., dim)`.
+        enough: `(..., 1)`, the norm below which the gradient is zero up to tolerance or float64 errors.
+        curvatures: `(..., records)`, phi'' of each record.
+    """
+
+    gradient: FloatArray
+    enough: FloatArray
+    curvatures: FloatArray
+
+
 @dataclass(frozen=True, slots=True)
 class _LocalProblem:
     """Problem `minimise  weight sum_i phi(o_i + a_i.f, b_i) + stiffness/2 ||f||^2 + linear.f`, over all of space.
@@ -83,25 +98,23 @@ class _LocalProblem:
         """Return the problem with `term.f` added."""
         return replace(self, linear=self.linear + term)
 
-    def gradient(self, point: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return the gradient `(..., dim)`, and the norm `(..., 1)` below which it is zero up to tolerance or float64 errors."""
+    def evaluate(self, point: FloatArray) -> _Evaluation:
+        """Return the gradient at points `(..., dim)`, and what else follows from the scores."""
         features, labels = self.records.features, add_replica_axis(self.records.labels, point)
         scores, bound = self.offsets + compute_scores(point, features), self.loss.feature_bound
         slopes = self._mask_padding(self.loss.slope(scores, labels), point)
         gradient = self.weight * np.matmul(slopes, features) + self.stiffness * point + self.linear
         # Rounding errors are relative to the terms of the sum, and to the effect of a score's error on them.
-        score_error = bound * _norm(point) + np.abs(scores)
-        score_error *= self._mask_padding(self.loss.second_derivative(scores, labels), point)
+        curvatures = self._mask_padding(self.loss.second_derivative(scores, labels), point)
+        score_error = (bound * _norm(point) + np.abs(scores)) * curvatures
         terms = bound * self.weight * (np.abs(slopes) + score_error).sum(axis=-1, keepdims=True)
         terms = terms + self.stiffness * _norm(point) + _norm(self.linear)
-        return gradient, np.maximum(self.tolerance, GRADIENT_ROUNDING_ERROR * terms)
+        return _Evaluation(gradient, np.maximum(self.tolerance, GRADIENT_ROUNDING_ERROR * terms), curvatures)
 
-    def hessian(self, point: FloatArray) -> _Hessian:
-        """Return the Hessian of the objective at points `(..., dim)`."""
+    def hessian(self, curvatures: FloatArray) -> _Hessian:
+        """Return the Hessian of the objective where `evaluate` gives these curvatures."""
         features, labels = self.records.features, self.records.labels
-        scores = self.offsets + compute_scores(point, features)
-        curvatures = self._mask_padding(self.loss.second_derivative(scores, add_replica_axis(labels, point)), point)
-        rows = features[..., None, :, :] if point.ndim > labels.ndim else features
+        rows = features[..., None, :, :] if curvatures.ndim > labels.ndim else features
         return _Hessian(np.sqrt(self.weight * curvatures)[..., None] * rows, np.atleast_1d(self.stiffness))
 
     def minimise(self, start: FloatArray) -> FloatArray:
@@ -111,15 +124,15 @@ class _LocalProblem:
         still falls along it at its end, but at most half as steeply as at its start: that brings the objective nearer to its
         minimum by a constant factor. So the solver terminates for any records.
         """
-        point, (gradient, enough) = start, self.gradient(start)
-        shortest = _norm(gradient)
+        point, here = start, self.evaluate(start)
+        shortest = _norm(here.gradient)
         for _ in range(MAX_NEWTON_STEPS):
-            unfinished = _norm(gradient) > enough
+            unfinished = _norm(here.gradient) > here.enough
             if not unfinished.any():
                 break
-            newton = self.hessian(point).solve(gradient)
-            point, gradient, enough = self._search(point, gradient, newton, unfinished, shortest)
-            shortest = np.minimum(shortest, _norm(gradient))
+            newton = self.hessian(here.curvatures).solve(here.gradient)
+            point, here = self._search(point, here.gradient, newton, unfinished, shortest)
+            shortest = np.minimum(shortest, _norm(here.gradient))
         return point
 
     def _search(
@@ -129,18 +142,20 @@ class _LocalProblem:
         newton: FloatArray,
         unfinished: npt.NDArray[np.bool_],
         shortest: FloatArray,
-    ) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return the next point, with its gradient and tolerance: a step length by bisection, or else a gradient step."""
+    ) -> tuple[FloatArray, _Evaluation]:
+        """Return the next point and its evaluation: a step length by bisection, or else a gradient step."""
         steepness, length = _inner_product(gradient, newton), unfinished.astype(np.float64)
         low, high = np.zeros_like(length), np.full_like(length, np.inf)
         rejected = unfinished
         for _ in range(_MAX_LINE_SEARCH_TRIALS):
             trial = point - length * newton
-            after, enough = self.gradient(trial)
-            slope = _inner_product(after, newton)
-            rejected = unfinished & (_norm(after) > shortest / 2.0) & ((slope < 0.0) | (slope > steepness / 2.0))
+            after = self.evaluate(trial)
+            slope = _inner_product(after.gradient, newton)
+            rejected = (
+                unfinished & (_norm(after.gradient) > shortest / 2.0) & ((slope < 0.0) | (slope > steepness / 2.0))
+            )
             if not rejected.any():
-                return trial, after, enough
+                return trial, after
             low, high = (
                 np.where(rejected & (slope > 0.0), length, low),
                 np.where(rejected & (slope < 0.0), length, high),
@@ -148,7 +163,7 @@ class _LocalProblem:
             between = np.where(np.isinf(high), 2.0 * length, (low + high) / 2.0)
             length = np.where(rejected, between, length)
         trial = np.where(rejected, point - gradient / self.smoothness, trial)
-        return trial, *self.gradient(trial)
+        return trial, self.evaluate(trial)
 
     def _mask_padding(self, per_record: FloatArray, point: FloatArray) -> FloatArray:
         """Set the numbers of padding to zero."""
@@ -312,7 +327,7 @@ class Admm:
         step, centre, problem = self._iteration(state)
         sent = np.broadcast_to(message["y"], state.primal.shape)
         distance = sent - centre
-        gradient, enough = problem.gradient(distance)
+        gradient, enough, curvatures = problem.evaluate(distance)
         if step.target == "minimiser":
             exact = problem.minimise(state.primal - centre)
             primal, noise, rate = centre + exact, distance - exact, step.rate
@@ -321,7 +336,7 @@ class Admm:
         is_exact = np.isinf(rate)
         density = spherical_log_density(noise, np.where(is_exact, 1.0, rate))
         if step.target == "objective":
-            density = density + problem.hessian(distance).log_determinant()
+            density = density + problem.hessian(curvatures).log_determinant()
         enough = enough + GRADIENT_ROUNDING_ERROR * problem.smoothness * _norm(sent)  # the message is rounded, too
         exact_density = np.where(_norm(gradient) <= 2.0 * enough, 0.0, -np.inf)
         density = np.where(is_exact, exact_density, density[..., None])[..., 0]
@@ -381,7 +396,7 @@ def _draw_noise(noise: NoiseSource, state: _State, rate: Scalars) -> FloatArray:
 
 
 def bound_gradient_terms(node: NodeParameters, loss: MarginLoss, stiffness: Scalars) -> Scalars:
-    """Bound the sum of the terms of a gradient (`_LocalProblem.gradient`) at a minimiser, if there is no linear term.
+    """Bound the sum of the terms of a gradient (`_LocalProblem.evaluate`) at a minimiser, if there is no linear term.
 
     Its norm F has `stiffness F <= C ell`. The records contribute `C (ell + c F)` and, as far as scores are rounded,
     `C R |z| phi''(z)`. This is at most `C (2 ell + c/R)` if `phi''` does not grow with `|z|` from 1 on.
