@@ -21,13 +21,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 
+from sottovoce_client.formatting import format_duration
 from sottovoce_core.text import escape_control_lines
 
 _REDRAW_PERIOD_S = 0.1
 """Minimum seconds between two redraws of a bar, so that frequent reports do not slow the work down."""
 
-_LINE_PERIOD_S = 30.0
-"""Seconds between two lines of progress where standard error is not a terminal."""
+_LINE_PERIOD_S, _FIRST_LINE_DELAY_S = 30.0, 10.0
+"""Seconds between two lines of progress where standard error is not a terminal, and until the first one."""
 
 WAIT_NOTICE_DELAY_S = 1.5
 """Seconds of waiting after which a notice names what is awaited."""
@@ -153,7 +154,7 @@ def ignore_progress(activity: str, done: int = 0, total: int = 0, unit: str = ""
 def show_progress_bar(activity: str) -> Iterator[ProgressReporter]:
     """Show a progress bar with the remaining time on standard error during the block.
 
-    If that is not a terminal, print a line every `_LINE_PERIOD_S` instead: short work prints nothing.
+    If that is not a terminal, print a line every `_LINE_PERIOD_S` instead, the first earlier: short work prints nothing.
     """
     console = create_console(stderr=True)
     if not console.is_terminal:
@@ -177,9 +178,9 @@ def show_progress_bar(activity: str) -> Iterator[ProgressReporter]:
 
 
 def _make_line_reporter() -> ProgressReporter:
-    """Make a reporter that prints a line now and then: how much is done, and the time since the start."""
+    """Make a reporter that prints a line now and then: how much is done, the time since the start, and about what is left."""
     started = time.monotonic()
-    due = started + _LINE_PERIOD_S
+    due = started + _FIRST_LINE_DELAY_S
 
     def report(activity: str, done: int = 0, total: int = 0, unit: str = "") -> None:
         nonlocal due
@@ -187,7 +188,8 @@ def _make_line_reporter() -> ProgressReporter:
             return
         due = now + _LINE_PERIOD_S
         amount = f": {done:,} of {total:,} {unit}" if total else ""
-        print_notice(f"{activity}{amount}, after {now - started:,.0f} s")
+        left = format_duration(round((now - started) * (total - done) / done)) if 0 < done < total else ""
+        print_notice(f"{activity}{amount}, after {now - started:,.0f} s{left and f', about {left} left'}")
 
     return report
 

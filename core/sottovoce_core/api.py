@@ -23,7 +23,7 @@ from sottovoce_core.results import InterruptedSimulation, Result, Results, colle
 from sottovoce_core.runs.curves import Curves
 from sottovoce_core.runs.metrics import CHECKPOINTS, Metrics
 from sottovoce_core.runs.run import Run
-from sottovoce_core.runs.simulator import SimulatedRound
+from sottovoce_core.runs.simulator import SimulatedRound, limit_blas_threads
 from sottovoce_core.runs.simulator import simulate_rounds as iterate_rounds
 from sottovoce_core.runs.transcript import Transcript, read_noise
 from sottovoce_core.table import Table
@@ -122,14 +122,15 @@ def simulate(
     kept_fields: dict[str, FloatArray] = {}
     decisions = np.empty(0)
     try:
-        for step in iterate_rounds(run, data, resolve_noise(noise, seed, run), replicas):
-            if transcript:
-                _store_round(kept_fields, step, run.spec.rounds)
-            if measured is not None:
-                measured.add_round(step)
-            if progress is not None:
-                progress(step)
-            decisions = step.decisions_after
+        with limit_blas_threads():
+            for step in iterate_rounds(run, data, resolve_noise(noise, seed, run), replicas):
+                if transcript:
+                    _store_round(kept_fields, step, run.spec.rounds)
+                if measured is not None:
+                    measured.add_round(step)
+                if progress is not None:
+                    progress(step)
+                decisions = step.decisions_after
     except KeyboardInterrupt:
         if measured is None or not measured.has_measured:
             raise

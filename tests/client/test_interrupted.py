@@ -442,9 +442,10 @@ def test_elsewhere_a_line_is_printed_now_and_then(
         now += 30.0
         report("weighing")
     lines = [
-        "simulating: 600 of 2,000 rounds, after 30 s",
-        "simulating: 1,200 of 2,000 rounds, after 60 s",
-        "simulating: 1,800 of 2,000 rounds, after 90 s",
+        "simulating: 200 of 2,000 rounds, after 10 s, about 1 min 30 s left",
+        "simulating: 800 of 2,000 rounds, after 40 s, about 1 min 00 s left",
+        "simulating: 1,400 of 2,000 rounds, after 70 s, about 30 s left",
+        "simulating: 2,000 of 2,000 rounds, after 100 s",
         "weighing, after 130 s",
     ]
     assert capsys.readouterr() == ("", "\n".join(lines) + "\n")

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import yaml
 from scipy import stats
+from threadpoolctl import threadpool_info, threadpool_limits
 
+from sottovoce_core.api import simulate
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.experiment import Experiment
 from sottovoce_core.losses.linear import RidgeLoss
 from sottovoce_core.noise import Distribution, NoiseRequest, Recorder, SeededNoise, lattice_spacing, simulation
 from sottovoce_core.runs import simulator
@@ -151,3 +154,22 @@ def test_children_of_a_seed_are_no_replicas() -> None:
     own = SeededNoise(seed)(NoiseRequest("gaussian", "y", 0, 1.0, None, (2, 3, 4)))
     others = [np.random.Generator(np.random.SFC64(child)).standard_normal(8) for child in seed.spawn(4)]
     assert not np.isin(own, np.concatenate(others)).any()
+
+
+@pytest.mark.parametrize(("variable", "threads"), [(None, 1), ("OPENBLAS_NUM_THREADS", 2)])
+def test_a_simulation_computes_with_one_thread_unless_the_user_has_set_a_number(
+    variable: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "2")
+
+    def count_threads(_: object = None) -> set[int]:
+        return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
+
+    found: list[set[int]] = []
+    with threadpool_limits(2, user_api="blas"):
+        simulate(Experiment(rounds=2, algorithm="ldp-dol"), progress=lambda step: found.append(count_threads()))
+        assert found == [{threads}] * 2
+        assert count_threads() == {2}

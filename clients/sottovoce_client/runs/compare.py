@@ -36,7 +36,7 @@ from sottovoce_core.runs.metrics import (
     resolve_checkpoints,
     select_metrics,
 )
-from sottovoce_core.runs.simulator import simulate_rounds
+from sottovoce_core.runs.simulator import limit_blas_threads, simulate_rounds
 from sottovoce_core.table import Table
 from sottovoce_core.text import escape_control
 from sottovoce_core.yaml_files import parse_yaml
@@ -237,14 +237,15 @@ def simulate_and_measure(
     run, data = experiment.run, experiment.records
     measured = Metrics(run, data, metrics=metrics, checkpoints=checkpoints)
     rounds, seconds = simulate_rounds(run, data, SeededNoise(seed), replicas), 0.0
-    while True:
-        began = time.perf_counter()
-        step = next(rounds, None)
-        seconds += time.perf_counter() - began
-        if step is None:
-            break
-        measured.add_round(step)
-        progress(step.t + 1, run.spec.rounds)
+    with limit_blas_threads():
+        while True:
+            began = time.perf_counter()
+            step = next(rounds, None)
+            seconds += time.perf_counter() - began
+            if step is None:
+                break
+            measured.add_round(step)
+            progress(step.t + 1, run.spec.rounds)
     rate = replicas * run.spec.rounds / seconds
     return Result(collect_facts(experiment.prepared_run, name, rounds_per_s=rate), measured.curves)
 

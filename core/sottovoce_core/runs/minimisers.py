@@ -98,6 +98,8 @@ class _Mean:
     def __init__(self, objective: Objective) -> None:
         self._objective, self._total = objective, float(objective.weights.sum())
         loss = objective.loss
+        self.smoothness = loss.smoothness + objective.pull / self._total
+        """Lipschitz constant of the gradient; infinite: unknown."""
         self._loss = loss.model_copy(update={"clip_norm": None})
         # A loss sums over records of equal weight, and there are few different weights.
         kinds, kind = np.unique(np.round(objective.weights / objective.weights.max(), 12), return_inverse=True)
@@ -120,15 +122,23 @@ class _Mean:
 
 
 def _descend(mean: _Mean, decision_set: DecisionSet, start: FloatArray) -> FloatArray:
-    """Minimise by accelerated projected gradient (FISTA) with backtracking, restarted if the momentum points uphill."""
-    here, ahead, momentum, step = start, start, 1.0, 1.0
+    """Minimise by accelerated projected gradient (FISTA), restarted if the momentum points uphill.
+
+    Steps have the length `1 / smoothness`, or are halved until they descend if that is unknown.
+    """
+    here, ahead, momentum = start, start, 1.0
+    is_smooth = 0.0 < mean.smoothness < math.inf
+    step = 1.0 / mean.smoothness if is_smooth else 1.0
     for _ in range(MAX_OPTIMISER_STEPS):
-        value, gradient = mean.value_and_gradient(ahead)
+        gradient = mean.gradient(ahead)
+        value = 0.0 if is_smooth else mean.value(ahead)
         while True:
             there = decision_set.project(ahead - step * gradient)
             move = there - ahead
+            if is_smooth or step < 1e-12:
+                break
             model = value + float(gradient @ move) + float(move @ move) / (2.0 * step)
-            if mean.value(there) <= model + 1e-14 * (1.0 + abs(value)) or step < 1e-12:
+            if mean.value(there) <= model + 1e-14 * (1.0 + abs(value)):
                 break
             step /= 2.0
         if np.linalg.norm(move) <= _TOLERANCE * step or step < 1e-12:

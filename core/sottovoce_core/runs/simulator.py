@@ -5,7 +5,9 @@ It drives the same algorithm object as the learner service. Arrays are `(learner
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -126,6 +128,25 @@ def _keep_freed_memory() -> None:
     """
     np.empty(2**25 - 2**14, np.uint8)
 
+
+def limit_blas_threads() -> AbstractContextManager[object]:
+    """Limit NumPy's and SciPy's BLAS to one thread in the block, unless the user has set a number of threads.
+
+    Matrices are small: threads wait for each other longer than they compute, many times so on a busy machine. threadpoolctl
+    comes with scikit-learn; without it there is no limit.
+    """
+    if any(variable in os.environ for variable in _BLAS_VARIABLES):
+        return nullcontext()
+    try:
+        from threadpoolctl import threadpool_limits
+    except ImportError:
+        return nullcontext()
+    limits: AbstractContextManager[object] = threadpool_limits(1, user_api="blas")
+    return limits
+
+
+_BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "OMP_NUM_THREADS")
+"""Environment variables in which a user sets the number of threads of BLAS."""
 
 MAX_GATHERED_ELEMENTS = 2**17
 """Maximum size of the records that are gathered at a time (1 MiB), but at least one round's."""
