@@ -9,7 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from sottovoce_core.arrays import AnyArray, Batch, BoolArray, FloatArray, IntArray, as_floats, has_unrepresentable_integers
+from sottovoce_core.arrays import (
+    AnyArray,
+    Batch,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    as_floats,
+    has_unrepresentable_integers,
+)
 from sottovoce_core.data.catalogue import CATALOGUE, DATA_FOLDER_VARIABLE, find_dataset_file, suggest_name
 from sottovoce_core.data.cells import normalise_text
 from sottovoce_core.data.columns import WRONG_VALUE_COUNT_REASON, read_cells, read_columns

@@ -164,7 +164,8 @@ def _slice_decisions(vectors: int, records: int) -> Iterator[slice]:
 class NetworkRecords:
     """All learners' records in one array, within the loss's bounds, with their learning schedule.
 
-    `order[i]` and `offsets[i]` are as in `LearnerData`, with rows of the one array.
+    `order[i]` and `offsets[i]` are as in `LearnerData`, with rows of the one array. `counts (rounds, learners)` are the numbers
+    of records of each round.
     """
 
     loss: Loss
@@ -172,6 +173,7 @@ class NetworkRecords:
     labels: FloatArray
     order: tuple[IntArray, ...]
     offsets: tuple[IntArray, ...]
+    counts: IntArray
 
     @classmethod
     def of(cls, loss: Loss, data: PlacedData) -> NetworkRecords:
@@ -181,13 +183,16 @@ class NetworkRecords:
         )
         first = np.cumsum([0, *(len(each.labels) for each in data.learners)])
         order = tuple(each.order + start for each, start in zip(data.learners, first, strict=False))
-        return cls(loss, features, labels, order, tuple(each.offsets for each in data.learners))
+        offsets = tuple(each.offsets for each in data.learners)
+        counts = np.ascontiguousarray(np.diff(np.stack(offsets)).T)
+        return cls(loss, features, labels, order, offsets, counts)
 
     def of_round(self, t: int) -> Objective:
         """Return `sum_j f_{t,j}`."""
         rows = [order[offsets[t] : offsets[t + 1]] for order, offsets in zip(self.order, self.offsets, strict=True)]
-        weights = [np.full(len(mine), 1.0 / max(len(mine), 1)) for mine in rows]
-        return self._objective(np.concatenate(rows), np.concatenate(weights), float(sum(map(bool, map(len, rows)))))
+        sizes = self.counts[t]
+        weights = np.repeat(1.0 / np.maximum(sizes, 1), sizes)
+        return self._objective(np.concatenate(rows), weights, float(self.having(t)))
 
     def rows(self, learner: int, t: int) -> IntArray:
         """Return the rows of a learner's records of round t."""
@@ -196,7 +201,7 @@ class NetworkRecords:
 
     def sizes(self, t: int) -> IntArray:
         """Return the number of records of round t, `(learners,)`."""
-        return np.array([offsets[t + 1] - offsets[t] for offsets in self.offsets], dtype=np.int64)
+        return self.counts[t]
 
     def own_losses(self, thetas: FloatArray, t: int) -> FloatArray:
         """Return each learner's mean loss, without ridge, on its own records of the rounds 0..t, `(learners, replicas)`.
@@ -223,7 +228,7 @@ class NetworkRecords:
 
     def having(self, t: int) -> int:
         """Return the number of learners with records in round t."""
-        return sum(bool(offsets[t + 1] > offsets[t]) for offsets in self.offsets)
+        return int(np.count_nonzero(self.counts[t]))
 
     def have_records(self, t: int) -> Mask:
         """Return the mask `(learners,)` of those with records in the rounds 0..t."""
