@@ -184,7 +184,7 @@ class NetworkRecords:
         first = np.cumsum([0, *(len(each.labels) for each in data.learners)])
         order = tuple(each.order + start for each, start in zip(data.learners, first, strict=False))
         offsets = tuple(each.offsets for each in data.learners)
-        counts = np.ascontiguousarray(np.diff(np.stack(offsets)).T)
+        counts: IntArray = np.stack([each[1:] - each[:-1] for each in offsets], axis=1)
         return cls(loss, features, labels, order, offsets, counts)
 
     def of_round(self, t: int) -> Objective:
@@ -201,7 +201,8 @@ class NetworkRecords:
 
     def sizes(self, t: int) -> IntArray:
         """Return the number of records of round t, `(learners,)`."""
-        return self.counts[t]
+        sizes: IntArray = self.counts[t]
+        return sizes
 
     def own_losses(self, thetas: FloatArray, t: int) -> FloatArray:
         """Return each learner's mean loss, without ridge, on its own records of the rounds 0..t, `(learners, replicas)`.

@@ -218,7 +218,7 @@ class DualCalibration:
 
     @property
     def _jacobian(self) -> float:
-        """How often the Jacobian is counted: the paper bounds its square."""
+        """Number of times that the Jacobian is counted: the paper bounds its square."""
         return 2.0 if self.rule == "printed" else 1.0
 
     def _is_jacobian_free(self, node: NodeParameters) -> bool:
