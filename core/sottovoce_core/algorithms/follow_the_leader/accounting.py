@@ -199,9 +199,10 @@ class TreeAccountant(Accountant):
 
     def losses(self, counts: IntArray) -> FloatArray:
         """Return the losses, computed leaf by leaf: runs are long, and most of their messages cost nothing."""
-        leaves, length = self._blocks.leaves, self._blocks.length
-        nodes, losses = _Nodes(leaves), np.zeros(len(counts))
-        # Leaves are complete blocks: the last block, which may be shorter, is never sent.
+        length = self._blocks.length
+        # Leaves are complete blocks, each sent in the round after it: the last block, which may be shorter, is never sent.
+        leaves = min(self._blocks.leaves, max(len(counts) - 1, 0) // length)
+        nodes, losses = _Nodes(self._blocks.leaves), np.zeros(len(counts))
         single = np.divide(1.0, counts, out=np.zeros(len(counts)), where=counts > 0)[: leaves * length]
         shares = single.reshape(leaves, length).max(axis=1, initial=0.0)
         losses[length : (leaves + 1) * length : length] = [
