@@ -782,7 +782,7 @@ def test_plain_gossip_over_the_complete_graph_agrees_at_once() -> None:
 def test_the_first_rounds_alone_cost_what_they_cost_in_the_run() -> None:
     run = ran("pd-ftgl", 83)
     whole = run.algorithm.accountant(0).losses(np.ones(83, np.int64))
-    assert np.count_nonzero(whole) > 3
+    assert np.count_nonzero(whole) == 3
     for rounds in (0, 1, 10, 11, 25, 80, 81, 82):
         part = run.algorithm.accountant(0).losses(np.ones(rounds, np.int64))
         assert part.tolist() == whole[:rounds].tolist()
