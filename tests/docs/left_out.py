@@ -12,6 +12,7 @@ class Why(StrEnum):
     NEWCOMER = "it installs from the clone and starts: `.ci/run` does it as a newcomer would"
     DOWNLOADS = "it downloads, or needs what was downloaded"
     LONG = "it takes minutes: tests of the command give it less to do"
+    EXPERIMENTS = "it runs an item of experiments/ in full: tests/test_experiments.py runs its short form"
     TWICE = "its page or another one has it again, with other options; tests of its own have the rest"
     GOES_ON = "it needs a run that goes on meanwhile: the engineer's tutorial follows one"
     ELSEWHERE = "it speaks to machines, stores or clusters that are not here"
@@ -84,6 +85,10 @@ NOT_RUN: dict[str, dict[str, Why]] = {
     "docs/metrics.md": {"sottovoce plot": Why.TWICE},
     "docs/models.md": {"sottovoce": Why.GOES_ON},
     "docs/observability.md": {"sottovoce coordinator 2>&1": Why.GOES_ON},
+    "docs/papers-admm.md": {"python -m experiments": Why.EXPERIMENTS},
+    "docs/papers-dpsda.md": {"python -m experiments": Why.EXPERIMENTS},
+    "docs/papers-ldp-dol.md": {"python -m experiments": Why.EXPERIMENTS},
+    "docs/papers-pd-ftgl.md": {"python -m experiments": Why.EXPERIMENTS},
     "docs/pipelines.md": {"pip install": Why.INSTALLED},
     "docs/policy.md": {"sottovoce learner": Why.ELSEWHERE},
     "docs/python.md": {"sottovoce simulate": Why.TWICE, "sottovoce plot wards": Why.TWICE},
