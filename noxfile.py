@@ -22,28 +22,49 @@ LOWEST += [f"--ignore=tests/{folder}" for folder in ("deploy", "deploy_chart", "
 LOWEST += [f"--ignore=tests/test_{name}.py" for name in ("docs", "language", "locks")]
 SAME_LIBRARIES = {
     "client": [
-        "audit_ledger",
-        "audit_provenance",
-        "audit_report",
-        "compare",
-        "delta",
-        "noticed",
-        "watch",
-        "watch_logs",
+        *("audit_ledger", "audit_provenance", "audit_report", "compare", "counting", "delta", "feeding_brokers"),
+        *("noticed", "pages", "watch", "watch_logs"),
     ],
-    "core": ["audit_delta", "audit_foreign", "fast_paths", "freshness"],
+    "core": [
+        *("audit", "audit_breaks", "audit_delta", "audit_foreign", "calibration", "coin_tests", "dual_averaging"),
+        *("fast_paths", "freshness", "lattice", "ldp_dol", "ldp_dol_accounting", "noise_ahead", "noise_range"),
+        *("noticing", "pieces", "private", "reach", "sequential", "watch", "watch_power"),
+    ],
     "lab": ["power_page"],
     "services": [
-        *("absence", "changing", "fencing", "gaps", "http2_channels", "late", "lost", "misconduct", "recovery"),
-        *("remote_workers", "resume", "roster", "several_runs", "signatures", "workers"),
+        *(
+            "absence",
+            "access",
+            "audit_trail",
+            "changing",
+            "fencing",
+            "gaps",
+            "http2_channels",
+            "late",
+            "limits",
+            "live",
+        ),
+        *(
+            "lost",
+            "mirror",
+            "mischief",
+            "misconduct",
+            "private_files",
+            "recovery",
+            "remote_workers",
+            "resume",
+            "roster",
+        ),
+        *("several_runs", "signatures", "watching", "workers"),
     ],
 }
 """Tests of what our code decides, by folder: the calls of libraries that they reach are in other tests, too.
 
-Runs that die, are resumed, share a coordinator or sign their rounds call gRPC and cryptography as `services/test_run.py` and
-`rpc/test_signatures.py` do, and relays hpack and hyperframe as `services/test_http2.py` does; audits call NumPy, SciPy and
-scikit-learn as `core/test_audit.py` does; pages and tables are those of `client/test_report.py`, `client/test_results.py` and
-`client/test_sweep.py`.
+Runs that die, are resumed, are limited, share a coordinator or sign their rounds call gRPC and cryptography as
+`services/test_run.py` and `rpc/test_signatures.py` do, and relays hpack and hyperframe as `services/test_http2.py` does; audits
+call NumPy, SciPy and scikit-learn as `client/test_audit.py` and `core/test_conformance.py` do, algorithms NumPy as
+`services/test_every_algorithm.py` does; commands that feed call brokers as `client/test_feeding_nats.py` and its neighbours do;
+pages and tables are those of `client/test_report.py`, `client/test_results.py` and `client/test_sweep.py`.
 """
 LOWEST += [f"--ignore=tests/{folder}/test_{name}.py" for folder, names in SAME_LIBRARIES.items() for name in names]
 TORCH_TESTS = ["tests/core/test_torch_loss.py", "tests/lab/test_inversion.py", "tests/lab/test_gallery.py"]

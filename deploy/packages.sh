@@ -5,9 +5,9 @@
 #
 # Run by deploy/Dockerfile in a build stage, at the root of the sources.
 set -eu
-python3 -m venv /opt/sottovoce
-/opt/sottovoce/bin/pip install --no-compile --require-hashes -r "deploy/requirements/$1.txt"
-/opt/sottovoce/bin/pip install --no-compile --no-cache-dir --no-deps /wheel/*.whl
+python3 -m venv --without-pip /opt/sottovoce
+/build/bin/pip --python /opt/sottovoce install --no-compile --require-hashes -r "deploy/requirements/$1.txt"
+/build/bin/pip --python /opt/sottovoce install --no-compile --no-cache-dir --no-deps /wheel/*.whl
 /build/bin/python -m cyclonedx_py environment --output-reproducible --pyproject pyproject.toml \
   -o /opt/sottovoce/sbom.cdx.json /opt/sottovoce
 python3 deploy/gather.py /opt/sottovoce /out

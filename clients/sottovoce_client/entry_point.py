@@ -78,6 +78,8 @@ def main() -> None:
 
     gc.freeze()
     gc.enable()
+    if not is_service:  # other commands import most of their modules, such as SciPy, when they run, and end soon
+        gc.set_threshold(50_000)
 
     received = list[int]()
 

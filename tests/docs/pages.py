@@ -18,6 +18,8 @@ FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"`([\w-]+\.\w+)`\)?[.:,]?[^`\n]*:?\n\s*$")
 FIRST = re.compile(r"# ([\w-]+\.\w+)\n")
 FILES = {"yaml", "python", "csv", "json"}
+PLAIN = re.compile(r"(?!(?:case|do|for|function|if|select|time|until|while)\b)[\w./:=,+@%~ -]+")
+"""A command without quotes, expansions or keywords: whole, without asking Bash."""
 SERVES = re.compile(r"sottovoce (coordinator|learner|eavesdropper|console)\b(?! relay| audit)[^&]*$")
 """What goes on until somebody ends it, and so needs a terminal of its own."""
 
@@ -48,6 +50,8 @@ class Block:
 @cache
 def _whole(command: str) -> bool:
     """Whether Bash waits for no further line."""
+    if PLAIN.fullmatch(command):
+        return True
     read = subprocess.run(["bash", "-n"], input=command, capture_output=True, text=True, check=False)  # noqa: S607
     return not command.endswith("\\") and not read.stderr
 

@@ -293,7 +293,7 @@ class Ward:
 
         async with asyncio.timeout(PATIENCE_S):
             while not await asyncio.to_thread(written):  # noqa: ASYNC110 - nobody tells of an object
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.1)
 
     async def until_logged(self, words: str, times: int = 1) -> None:
         """Wait until eavesdroppers have said something so often."""

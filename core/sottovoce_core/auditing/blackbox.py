@@ -22,6 +22,9 @@ MAX_ROUNDS, MAX_NUMBERS = 16, 128
 _FOLDS = 3
 """Number of folds of the cross-validation."""
 
+_MIN_PARALLEL_RUNS = 5_000
+"""Minimum number of learned runs for a cross-validation in the processes of an audit: they must first import scikit-learn."""
+
 NUMBER_VIEWS = {
     "values": "the numbers, and tanh of them in units of their spread",
     "low bits": "the low bits of every number, and the count of trailing zeros",
@@ -179,7 +182,11 @@ def _run_classifier(
         return Attack(blank, guessed_runs, np.empty(0))
     selection = import_optional("sklearn.model_selection", "scikit-learn", "an audit")
     predict_held_out = partial(
-        selection.cross_val_predict, model, cv=selection.KFold(_FOLDS), method="decision_function"
+        selection.cross_val_predict,
+        model,
+        cv=selection.KFold(_FOLDS),
+        method="decision_function",
+        n_jobs=1 if len(learned_runs) < _MIN_PARALLEL_RUNS else None,  # None: as joblib is configured
     )
     expected = {
         view: _choose_threshold(

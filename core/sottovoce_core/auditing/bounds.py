@@ -216,8 +216,8 @@ def compute_epsilon_lower_bound(correct: int, guesses: int, alpha: float, delta:
         correct, guesses = max(0, correct - free), max(0, guesses - free)
     if correct == 0 or 2 * correct <= guesses:
         return 0.0
-    stats = import_optional("scipy.stats", "scipy", "an audit")
-    probability = float(stats.beta.ppf(alpha, correct, guesses - correct + 1))
+    special = import_optional("scipy.special", "scipy", "an audit")
+    probability = float(special.betaincinv(correct, guesses - correct + 1, alpha))
     return max(0.0, math.log(probability / (1.0 - probability)))
 
 
@@ -226,7 +226,7 @@ def compute_needed_runs(epsilon: float, alpha: float = 0.05, fraction: float = 0
 
     `271 (1 + e^eps) / eps^2` for 90 % at 95 % confidence.
     """
-    quantile = float(import_optional("scipy.stats", "scipy", "an audit").norm.ppf(1.0 - alpha))
+    quantile = float(import_optional("scipy.special", "scipy", "an audit").ndtri(1.0 - alpha))
     return math.ceil((quantile / (1.0 - fraction)) ** 2 * (1.0 + math.exp(epsilon)) / epsilon**2)
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
 import numpy as np
-from scipy import special, stats
+from scipy import special
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.blackbox import compute_classifier_level, count_guessed_runs
@@ -31,6 +32,7 @@ from sottovoce_core.auditing.bounds import (
 from sottovoce_core.auditing.likelihood import Excess, LossBound, RoundBounds
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.noise import LATTICE_BITS
+from sottovoce_core.optional import import_optional
 from sottovoce_core.privacy.guarantee import WEAK_EPSILON
 
 # ---- verdict ---------------------------------------------------------------------------------------------------------
@@ -401,10 +403,8 @@ def _compute_max_provable(plan: AuditPlan) -> float:
 def _list_noise_effects(plan: AuditPlan, numbers: int, on_lattice: bool) -> Iterator[DetectableEffect]:
     if not numbers:
         return
-    error: float = (
-        stats.norm.isf(plan.alpha_allocation.compute_level("conformance", "marginal", 8) / 2)
-        + stats.norm.isf(1 - _POWER)
-    ) / math.sqrt(numbers)
+    level = plan.alpha_allocation.compute_level("conformance", "marginal", 8)
+    error = -float(special.ndtri(level / 2) + special.ndtri(1 - _POWER)) / math.sqrt(numbers)
     yield DetectableEffect("marginal", error, f"noise whose scale is wrong by {100 * error:.2g} %")
     learners = plan.run.spec.n_learners
     messages = 2 * plan.total_runs * plan.run.spec.rounds * learners
@@ -412,7 +412,7 @@ def _list_noise_effects(plan: AuditPlan, numbers: int, on_lattice: bool) -> Iter
         products = max(1.0, plan.dependence_fraction * numbers / learners)
         comparisons = _NEAR_LAGS * learners * (learners - 1) / 2
         level = plan.alpha_allocation.compute_level("conformance", "dependence", 8) / comparisons
-        correlation = min(1.0, (stats.norm.isf(level / 2) + 1.6) / math.sqrt(products))
+        correlation = min(1.0, (1.6 - float(special.ndtri(level / 2))) / math.sqrt(products))
         yield DetectableEffect(
             "dependence", correlation, f"noise of two learners that is correlated by {correlation:.2g}"
         )
@@ -451,11 +451,15 @@ def _find_min_epsilon(plan: AuditPlan) -> float:
     guesses, level = 2 * plan.runs, plan.alpha_allocation.compute_level("likelihood", "whole runs")
     if compute_max_provable_epsilon(plan.runs, level) <= plan.epsilon:
         return math.inf
-    for epsilon in np.geomspace(max(plan.epsilon, 1e-3), max(plan.epsilon, 1e-3) + 40.0, 200).tolist():
-        correct = int(stats.binom.ppf(1 - _POWER, guesses, special.expit(epsilon)))
-        if compute_epsilon_lower_bound(correct, guesses, level) > plan.epsilon:
-            return float(epsilon)
-    return math.inf
+    binomial = import_optional("scipy.stats", "scipy", "an audit").binom
+
+    def exceeds_claim(epsilon: float) -> bool:
+        correct = int(binomial.ppf(1 - _POWER, guesses, special.expit(epsilon)))
+        return compute_epsilon_lower_bound(correct, guesses, level) > plan.epsilon
+
+    epsilons = np.geomspace(max(plan.epsilon, 1e-3), max(plan.epsilon, 1e-3) + 40.0, 200).tolist()
+    index = bisect_left(epsilons, True, key=exceeds_claim)
+    return float(epsilons[index]) if index < len(epsilons) else math.inf
 
 
 def _find_undetectable_violation(plan: AuditPlan, numbers: int, losses: FloatArray, max_provable: float) -> str:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import ClassVar, Self
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import BudgetPart, Test
@@ -380,4 +380,4 @@ def _test_mantissas(mantissas: IntArray) -> list[Test]:
 
 def _compute_upper_tail(counts: IntArray, expected: FloatArray) -> FloatArray:
     """Compute the upper Poisson tail, which bounds that of a sum of rare events."""
-    return np.asarray(stats.poisson.sf(counts - 1, expected))
+    return np.where(counts > 0, special.gammainc(np.maximum(counts, 1), expected), 1.0)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Self
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import BudgetPart, Test
@@ -230,7 +230,7 @@ class Marginal(ConformanceTest):
             lambda k: f"2^-{k + _MIN_NEAR_ZERO_LEVEL}",
         )
         zeros, place = int(self._zeros.sum()), places[int(self._zeros.argmax())]
-        p_value_zeros = float(stats.binom.sf(zeros - 1, count, _NEAR))
+        p_value_zeros = float(special.betainc(zeros, count - zeros + 1, _NEAR)) if zeros else 1.0
         yield Test(
             "zeros", "no number is without noise", zeros, p_value_zeros, place if zeros else "", is_primary=False
         )

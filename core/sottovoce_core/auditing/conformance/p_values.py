@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-from scipy import special, stats
+from scipy import special
 
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Test
@@ -46,9 +46,16 @@ def compute_gamma_p_value(total: float, count: float) -> float:
 
 
 def compute_binomial_p_values(count: IntArray, trials: IntArray, probability: FloatArray | float) -> FloatArray:
-    """Compute two-sided binomial p-values of counts."""
-    below, above = stats.binom.cdf(count, trials, probability), stats.binom.sf(count - 1, trials, probability)
-    return np.asarray(np.minimum(1.0, 2.0 * np.minimum(below, above)))
+    """Compute two-sided binomial p-values of counts: twice the smaller tail, at most 1.
+
+    Tails are incomplete beta functions (DLMF 8.17.5). The tail on the other side of the mean is at least a half.
+    """
+    is_low = count < trials * probability
+    successes = np.where(is_low, trials - count, count)
+    tail = special.betainc(
+        successes, trials - successes + 1, np.where(is_low, 1.0 - np.asarray(probability), probability)
+    )
+    return np.asarray(np.minimum(1.0, 2.0 * tail))
 
 
 def judge_dyadic_counts(counts: IntArray, first: int = 1, max_level: int | None = None) -> StatisticsAndPValues:

@@ -70,6 +70,7 @@ class PowerAnalysis:
             levels: alpha allocation of the audit.
         """
         self._claim, self._delta, self._messages, self._level = claim, delta, messages, compute_classifier_level(levels)
+        self._accuracies: dict[float, list[tuple[float, float]]] = {}
         generator = np.random.default_rng(0)
         if delta > 0.0:
             self._noise = stats.norm.ppf((np.arange(_LOSSES) + 0.5) / _LOSSES)[:, None]
@@ -91,19 +92,22 @@ class PowerAnalysis:
 
     def compute_bound(self, factor: float, runs: int) -> float:
         """Compute the bound on epsilon that the optimal guesser reaches with probability 0.9; runs of both worlds."""
-        losses, guesses = self.sample_losses(factor), count_guessed_runs(runs)
-        sizes, best = np.abs(losses), 0.0
-        for fraction in _GUESSED_FRACTIONS:
-            threshold = min(float(np.quantile(sizes, 1.0 - fraction)), float(sizes.max()) * (1.0 - 1e-9))
-            is_guessed = sizes >= threshold
-            guess_count = int(guesses * is_guessed.mean())
-            correct = (
-                int(stats.binom.ppf(1.0 - _POWER, guess_count, float((losses[is_guessed] > 0.0).mean())))
-                if guess_count
-                else 0
-            )
+        guesses, best = count_guessed_runs(runs), 0.0
+        for guessed_fraction, accuracy in self._compute_accuracies(factor):
+            guess_count = int(guesses * guessed_fraction)
+            correct = int(stats.binom.ppf(1.0 - _POWER, guess_count, accuracy)) if guess_count else 0
             best = max(best, compute_epsilon_lower_bound(correct, guess_count, self._level, self._delta, guesses))
         return best
+
+    def _compute_accuracies(self, factor: float) -> list[tuple[float, float]]:
+        """Compute the fractions of runs that the optimal guesser guesses, and the fraction of each that it guesses correctly."""
+        if factor not in self._accuracies:
+            losses = self.sample_losses(factor)
+            sizes = np.abs(losses)
+            thresholds = np.quantile(sizes, 1.0 - np.array(_GUESSED_FRACTIONS))
+            guessed = [sizes >= min(each, sizes.max() * (1.0 - 1e-9)) for each in thresholds]
+            self._accuracies[factor] = [(float(each.mean()), float((losses[each] > 0.0).mean())) for each in guessed]
+        return self._accuracies[factor]
 
     def find_min_factor(self, runs: int) -> float:
         """Find the smallest factor that is detected; infinite: none up to 1,000 is."""
