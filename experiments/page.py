@@ -59,6 +59,8 @@ def format_cells(item: Item, row: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def write_pages() -> None:
     """Write the page and the figures of each paper."""
+    for path in (DOCS / "images" / "papers").glob("*.svg"):
+        path.unlink()
     for paper in PAPERS:
         _write(DOCS / f"papers-{paper}.md", "\n".join(describe_paper(paper)))
         for name in list_items(paper):
@@ -115,7 +117,7 @@ def _get_figure_path(paper: str, name: str, measure: str) -> Path:
 
 
 def _draw(item: Item, document: Mapping[str, Any]) -> Iterator[Figure]:
-    """Yield figures of each measure to be plotted: over the settings; or over the rounds, for each variant if runs are many."""
+    """Yield figures of each measure to be plotted: over the settings; or over the rounds, in parts if runs are many."""
     rows = document["rows"]
     for measure in item.plot:
         name = item.names.get(measure, measure.replace("_", " "))
@@ -125,9 +127,16 @@ def _draw(item: Item, document: Mapping[str, Any]) -> Iterator[Figure]:
         elif len(rows) <= len(PALETTE):
             yield _make_figure(measure, name, list(_draw_rounds(rows, measure)), _ROUNDS)
         else:
-            for k, variant in enumerate(item.variants, 1):
-                marks = list(_draw_rounds([row for row in rows if row["variant"] == variant], measure))
-                yield _make_figure(f"{measure}-{k}", f"{name}: {variant}", marks, _ROUNDS, name)
+            part = min(("variant", "setting"), key=lambda part: len({row[part] for row in rows}))
+            for k, (shown, own) in enumerate(_group(rows, part).items(), 1):
+                yield _make_figure(
+                    f"{measure}-{k}", f"{name}: {shown}", list(_draw_rounds(own, measure)), _ROUNDS, name
+                )
+
+
+def _group(rows: Sequence[Mapping[str, Any]], part: str) -> dict[str, list[Mapping[str, Any]]]:
+    """Group rows by their variant or setting, in the order of their first one."""
+    return {name: [row for row in rows if row[part] == name] for name in dict.fromkeys(row[part] for row in rows)}
 
 
 def _make_figure(name: str, title: str, marks: Sequence[PlotMark], x: Axis, y_title: str = "") -> Figure:
@@ -137,7 +146,7 @@ def _make_figure(name: str, title: str, marks: Sequence[PlotMark], x: Axis, y_ti
 
 
 def _draw_rounds(rows: Sequence[Mapping[str, Any]], measure: str) -> Iterator[PlotMark]:
-    has_variants = len({row["variant"] for row in rows}) > 1
+    parts = [part for part in ("variant", "setting") if len(_group(rows, part)) > 1] or ["variant", "setting"]
     for k, row in enumerate(rows):
         colour, dash = choose_style(k)
         found = row["measures"][measure]
@@ -145,7 +154,7 @@ def _draw_rounds(rows: Sequence[Mapping[str, Any]], measure: str) -> Iterator[Pl
         if "deviation" in found:
             deviation = _to_floats(found["deviation"])
             yield make_band(x, mean - deviation, mean + deviation, colour)
-        name = ", ".join(filter(None, (row["variant"] if has_variants else "", row["setting"]))) or row["variant"]
+        name = ", ".join(filter(None, (row[part] for part in parts)))
         yield make_line(x, mean, name, colour, dash=dash)
 
 
