@@ -23,8 +23,8 @@ def measure(experiment: Experiment, replicas: int) -> Mapping[str, float]:
     size = 10.0 * np.random.default_rng(0).normal(size=(_REPETITIONS, run.algorithm.dim))
     return {
         "seconds_per_round": seconds,
-        "seconds_per_projection": _time(run.algorithm.decision_set.project, size),
-        "seconds_per_minimisation": _time(run.algorithm.decision_set.minimise, size),
+        "seconds_per_projection": _time(experiment.decision_set.project, size),
+        "seconds_per_minimisation": _time(experiment.decision_set.minimise, size),
     }
 
 
