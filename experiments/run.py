@@ -107,6 +107,9 @@ def _run_job(job: _Job) -> dict[str, Any]:
         ).results.runs
         curves = run.curves
         found |= {each: _describe(curves.rounds.tolist(), curves[each].replicas) for each in metrics}
+        for name, (metric, threshold) in item.thresholds.items():
+            counts = np.nan_to_num(curves.count_rounds_until(metric, threshold), nan=np.inf)
+            found[name] = _describe([experiment.rounds], counts[None])
     if item.script is not None:
         measured = runpy.run_path(str(FOLDER / job.paper / item.script))["measure"](experiment, replicas)
         found |= {each: _describe([experiment.rounds], np.atleast_2d(values)) for each, values in measured.items()}
