@@ -69,7 +69,7 @@ def run_item(
         Unavailable: the backend does not answer.
     """
     item, began = load_item(paper, name), time.monotonic()
-    fields = {"base", "variants", "settings", "forms", "measures", "script", "checkpoints"}
+    fields = {"base", "variants", "settings", "forms", "measures", "thresholds", "script", "checkpoints"}
     key = json.dumps([item.model_dump(mode="json", include=fields), form, version("sottovoce")])
     path = folder / f"{paper}-{name}-{form}.json"
     kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
