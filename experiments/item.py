@@ -71,6 +71,8 @@ class Item(_Section):
     measures: tuple[str, ...]
     """Metrics (docs/metrics.md), and budgets: `epsilon` of one use of a record, tight and pure; `epsilon_at_delta` 1e-5;
     `epsilon_record` of all uses of a record; `epsilon_by_paper`, by the paper's formula as the project computes it."""
+    thresholds: Mapping[str, tuple[str, float]] = {}
+    """Further measures: the first checkpoint at which a metric reaches a threshold; infinite: it does not in the run."""
     script: str | None = None
     """Python file beside this one whose `measure(experiment, replicas)` returns further measures."""
     checkpoints: int | tuple[int, ...] = 1

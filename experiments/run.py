@@ -69,7 +69,7 @@ def run_item(
         Unavailable: the backend does not answer.
     """
     item, began = load_item(paper, name), time.monotonic()
-    fields = {"base", "variants", "settings", "forms", "measures", "script", "checkpoints"}
+    fields = {"base", "variants", "settings", "forms", "measures", "thresholds", "script", "checkpoints"}
     key = json.dumps([item.model_dump(mode="json", include=fields), form, version("sottovoce")])
     path = folder / f"{paper}-{name}-{form}.json"
     kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -107,6 +107,9 @@ def _run_job(job: _Job) -> dict[str, Any]:
         ).results.runs
         curves = run.curves
         found |= {each: _describe(curves.rounds.tolist(), curves[each].replicas) for each in metrics}
+        for name, (metric, threshold) in item.thresholds.items():
+            counts = np.nan_to_num(curves.count_rounds_until(metric, threshold), nan=np.inf)
+            found[name] = _describe([experiment.rounds], counts[None])
     if item.script is not None:
         measured = runpy.run_path(str(FOLDER / job.paper / item.script))["measure"](experiment, replicas)
         found |= {each: _describe([experiment.rounds], np.atleast_2d(values)) for each, values in measured.items()}

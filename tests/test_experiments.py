@@ -147,3 +147,16 @@ def test_an_interrupted_command_goes_on_with_the_missing_rows(tmp_path: Path, mo
     document = run_item("dpsda", "table-9", "full", tmp_path, ignore_progress, "processes", 1)
     assert done == [("a", "low"), ("a", "high"), ("b", "low"), ("b", "high")]
     assert [(row["variant"], row["setting"]) for row in document["rows"]] == done
+
+
+def test_rounds_until_a_threshold_are_infinite_if_the_run_does_not_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    item = Item(
+        title="Table 1", shows="Learners agree.", base={"rounds": 3, "algorithm": {"name": "ldp-dol"}}, forms={"quick": {}},
+        measures=("consensus_error", "rounds_until_any", "rounds_until_negative"),
+        thresholds={"rounds_until_any": ("consensus_error", 1e9), "rounds_until_negative": ("consensus_error", -1.0)},
+        checkpoints=(2, 3),
+    )  # fmt: skip
+    monkeypatch.setattr(run, "load_item", lambda *_: item)
+    measures = run._run_job(run._Job("dpsda", "table-9", "quick", "", ""))["measures"]
+    assert measures["rounds_until_any"] == {"rounds": [3], "mean": [2.0]}
+    assert measures["rounds_until_negative"] == {"rounds": [3], "mean": ["inf"]}
