@@ -57,6 +57,14 @@ def build(name: str) -> Run:
     return build_run(parse_spec(document, allow_imports=True), 3)
 
 
+def test_messages_that_cost_hundreds_have_an_epsilon_at_a_delta() -> None:
+    """dp-accounting discretises their distributions with deltas out of order, and refuses them."""
+    losses, mechanism = np.array([760.26, 5000.0]), Mechanism.laplace(112)
+    with pytest.raises(ValueError, match="deltas are not in non-increasing order"):
+        composition._compose([MessageLosses(mechanism, losses, mechanism.sum_renyi(losses))], losses.sum() / 50_000)
+    assert 0.0 < epsilon_at(1e-5, losses, mechanism) <= losses.sum()
+
+
 # ---- uses, groups, learners ------------------------------------------------------------------------------------------
 
 

@@ -225,9 +225,12 @@ def epsilon_for_delta(delta: float, messages: Sequence[MessageLosses], *, has_di
     by_renyi = PrivacyLoss(pure, renyi).epsilon(delta)
     if not has_distributions:
         return by_renyi
-    composed = _compose(messages, max(_INTERVAL, pure / _MAX_PLD_POINTS))
-    with np.errstate(over="ignore"):  # at an epsilon of hundreds: it becomes infinite, and the other bound holds
-        return min(by_renyi, float(composed.get_epsilon_for_delta(delta)))
+    try:
+        with np.errstate(over="ignore"):  # an epsilon of hundreds becomes infinite, and the other bound holds
+            composed = _compose(messages, max(_INTERVAL, pure / _MAX_PLD_POINTS)).get_epsilon_for_delta(delta)
+    except ValueError:  # dp-accounting cannot discretise the distribution of a message that costs hundreds
+        return by_renyi
+    return min(by_renyi, float(composed))
 
 
 def require_delta(delta: float) -> float:
