@@ -96,7 +96,13 @@ def _run(console: Console, paper: str, name: str, options: argparse.Namespace) -
     Console(highlight=False, width=wide.measure(table).maximum).print(table)  # not cut to the terminal
     differences = []
     if form == "check":
-        differences = [] if options.store else compare_with_stored(document, read_results(paper, name).get("check", {}))
+        differences = (
+            []
+            if options.store
+            else compare_with_stored(
+                document, read_results(paper, name).get("check", {}), item.forms["check"].tolerance
+            )
+        )
         console.print(
             "\n".join(differences) or f"equal to the stored results, in {document['seconds']} s", markup=False
         )

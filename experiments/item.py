@@ -31,6 +31,8 @@ class Form(_Section):
     replicas: int = 1
     changes: Mapping[str, Any] = {}
     """Fields of the spec that differ in this form."""
+    tolerance: float = 0.01
+    """Relative difference up to which a number of another machine counts as equal: one of a hundred records flips."""
 
 
 class Check(_Section):

@@ -11,8 +11,6 @@ from experiments.item import Check, Item
 from experiments.run import get_last
 
 _VALUE_RULES = ("within", "above")
-_TOLERANCE = 0.01
-"""Relative difference within which numbers of two machines count as equal: one record of a hundred classified differently."""
 
 
 def judge(item: Item, document: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -76,8 +74,14 @@ def _require_order(check: Check, values: Sequence[tuple[str, Any]]) -> Iterator[
             yield f"{check.measure} is not {check.rule}: {first} {_show(a)}, {second} {_show(b)}"
 
 
-def compare_with_stored(document: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
-    """Return descriptions of the numbers that differ from the stored ones by more than a hundredth; seconds are left out."""
+def compare_with_stored(document: Mapping[str, Any], stored: Mapping[str, Any], tolerance: float) -> list[str]:
+    """Return descriptions of the numbers that differ from the stored ones, relatively; seconds are left out."""
+
+    def are_equal(a: Any, b: Any) -> bool:
+        if a is None or b is None:
+            return a is b
+        return a == b or math.isclose(float(a), float(b), rel_tol=tolerance, abs_tol=1e-9)
+
     before = {(row["variant"], row["setting"]): row for row in stored.get("rows", ())}
     lines = []
     for row in document["rows"]:
@@ -86,15 +90,9 @@ def compare_with_stored(document: Mapping[str, Any], stored: Mapping[str, Any]) 
             was = before.get(key, {}).get("measures", {}).get(measure)
             if measure.startswith("seconds"):
                 continue
-            if was is None or was["rounds"] != now["rounds"] or not all(map(_are_equal, was["mean"], now["mean"])):
+            if was is None or was["rounds"] != now["rounds"] or not all(map(are_equal, was["mean"], now["mean"])):
                 lines.append(f"{measure} of {_name(*key)}: stored {was and was['mean']}, now {now['mean']}")
     return lines
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a == b or math.isclose(float(a), float(b), rel_tol=_TOLERANCE, abs_tol=1e-9)
 
 
 def _name(variant: str, setting: str) -> str:

@@ -31,7 +31,7 @@ def test_the_short_form_gives_the_stored_numbers(
     if item.needs is not None and find_spec(item.needs) is None:
         pytest.skip(f"needs {item.needs}, which is not installed")
     document = run_item(paper, name, "check", tmp_path, ignore_progress, "processes", 1)
-    assert compare_with_stored(document, read_results(paper, name)["check"]) == []
+    assert compare_with_stored(document, read_results(paper, name)["check"], item.forms["check"].tolerance) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -121,10 +121,10 @@ def test_a_finding_is_confirmed_or_not() -> None:
 
 def test_numbers_that_differ_by_more_than_a_hundredth_are_named() -> None:
     stored = make_document(1.0, 2.0, 3.0, 4.0)
-    assert compare_with_stored(make_document(1.009, 2.0, 3.0, 4.0), stored) == []
-    (line,) = compare_with_stored(make_document(1.02, 2.0, 3.0, 4.0), stored)
+    assert compare_with_stored(make_document(1.009, 2.0, 3.0, 4.0), stored, 0.01) == []
+    (line,) = compare_with_stored(make_document(1.02, 2.0, 3.0, 4.0), stored, 0.01)
     assert line == "loss of a, low: stored [5.0, 1.0], now [5.0, 1.02]"
-    assert len(compare_with_stored(stored, {})) == 4
+    assert len(compare_with_stored(stored, {}, 0.01)) == 4
 
 
 def test_an_interrupted_command_goes_on_with_the_missing_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

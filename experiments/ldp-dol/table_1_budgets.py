@@ -15,5 +15,5 @@ def measure(experiment: Experiment, replicas: int) -> dict[str, float]:
     1.24 = 1 + v - u + varsigma, with v = 0.77, u = 0.65 and varsigma = 0.12 of the second learner. The sum is (25) of the paper
     with 1 for the product of its constants.
     """
-    scale = experiment.run.algorithm.sigma[0] / math.sqrt(2)
+    scale = experiment.run.algorithm.sigma[0] / math.sqrt(2)  # type: ignore[attr-defined]  # of LDP-DOL
     return {"budget_without_constants": float((np.arange(1.0, experiment.rounds + 2) ** -1.24).sum() / scale)}
