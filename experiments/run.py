@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from sottovoce_core.api import calibrate, simulate
 from sottovoce_core.auditing.worlds import ProgressCallback, discard_progress
 from sottovoce_core.budget.cost import LearnerCost, PrivacyUnit, combine_costs
 from sottovoce_core.experiment import Experiment
+from sottovoce_core.runs.curves import Curves
 from sottovoce_core.runs.metrics import METRICS, resolve_checkpoints
 from sottovoce_core.runs.simulator import SimulatedRound
 
@@ -102,10 +103,10 @@ def _run_job(job: _Job) -> dict[str, Any]:
         def report_round(step: SimulatedRound) -> None:
             job.on_progress((step.t + 1) / experiment.rounds)
 
-        (run,) = simulate(
+        done = simulate(
             experiment, replicas, metrics=metrics, checkpoints=_fit(item.checkpoints, experiment), progress=report_round
-        ).results.runs
-        curves = run.curves
+        )
+        curves = cast("Curves", done.curves)  # without `results`, which have the budgets, too
         found |= {each: _describe(curves.rounds.tolist(), curves[each].replicas) for each in metrics}
         for name, (metric, threshold) in item.thresholds.items():
             counts = np.nan_to_num(curves.count_rounds_until(metric, threshold), nan=np.inf)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from sottovoce_core.api import simulate
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.experiment import Experiment
+from sottovoce_core.runs.curves import Curves
 
 
 def measure(experiment: Experiment, replicas: int) -> dict[str, FloatArray]:
@@ -16,8 +19,8 @@ def measure(experiment: Experiment, replicas: int) -> dict[str, FloatArray]:
     )
 
     def measure_loss(of: Experiment) -> FloatArray:
-        (run,) = simulate(of, replicas, metrics=["released_loss"], checkpoints=1).results.runs
-        loss: FloatArray = run.curves["released_loss"].replicas[-1]
+        curves = cast("Curves", simulate(of, replicas, metrics=["released_loss"], checkpoints=1).curves)
+        loss: FloatArray = curves["released_loss"].replicas[-1]
         return loss
 
     return {"excess": noiseless["loss_weight"] * (measure_loss(experiment) - measure_loss(plain))}
