@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,11 +52,13 @@ def test_an_item_says_what_the_paper_shows_and_what_comes_out(paper: str, name: 
     assert set(item.plot) | set(item.names) <= set(item.measures)
 
 
-def test_the_pages_are_those_of_the_stored_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages without figures: those are compared by eye."""
-    committed = {paper: (page.DOCS / f"papers-{paper}.md").read_text(encoding="utf-8") for paper in PAPERS}
+def test_the_pages_and_their_figures_are_those_of_the_stored_results() -> None:
+    shown = set()
     for paper in PAPERS:
-        assert "\n".join(page.describe_paper(paper)) == committed[paper], "run `python -m experiments --pages`"
+        text = (page.DOCS / f"papers-{paper}.md").read_text(encoding="utf-8")
+        assert "\n".join(page.describe_paper(paper)) == text, "run `python -m experiments --pages`"
+        shown |= set(re.findall(r"\]\(images/papers/([^)]+)\)", text))
+    assert shown == {path.name for path in (page.DOCS / "images" / "papers").iterdir()}
 
 
 # ---- verdicts --------------------------------------------------------------------------------------------------------

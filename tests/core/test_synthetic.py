@@ -59,7 +59,7 @@ def test_it_runs_and_is_written_and_read_again() -> None:
         ({"kind": "linear_regression"}, "field data.source.features is required: write features: 10"),
         (
             {"kind": "linear_regresion"},
-            "one of linear_regression, got 'linear_regresion'; did you mean linear_regression",
+            "one of linear_regression, or module:Class of your own, got 'linear_regresion'; did you mean linear_regression",
         ),
         ({**STREAM, "noise": -0.1}, r"noise: must be greater than or equal to 0, got -0\.1"),
         ({**STREAM, "records": 2**40}, r"features times records must be at most 134217728, got \d+$"),

@@ -1,4 +1,7 @@
-"""No picture ages unseen: each of docs/images has a recipe, by which it can be made again, and a page that shows it."""
+"""Every picture of docs/images has a recipe, by which it can be made again, and a page that shows it.
+
+The figures in its folder `papers` are drawn by `python -m experiments --pages`: tests/test_experiments.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from tests.docs.pages import CHECKOUT, text_of
 
 pictures = pytest.importorskip("tests.docs.pictures", reason="pictures are taken by Playwright")
 SHOWN = re.compile(r"!\[[^\]]*\]\((?:docs/)?images/([\w.-]+)\)")
-PICTURES = sorted(path.name for path in pictures.IMAGES.iterdir())
+PICTURES = sorted(path.name for path in pictures.IMAGES.iterdir() if path.is_file())
 
 
 def test_every_picture_can_be_made_again() -> None:
