@@ -69,3 +69,15 @@ def test_what_is_told_to_learners_needs_no_code_for_the_graph(document: dict[str
     assert find_first_import(told) is not None
     with pytest.raises(SpecError, match="imports no code"):
         parse_spec(told, allow_imports=False)
+
+
+def test_a_source_of_ones_own_generates_records(document: dict[str, object]) -> None:
+    own = {**document, "data": {"source": {"kind": "own:Coins", "records": 60}}}
+    spec = parse_spec(own, allow_imports=True)
+    assert parse_spec(spec.model_dump(mode="json"), allow_imports=True) == spec
+    assert place_data(spec, load_dataset(spec.data, spec.loss)).n_features == 4
+    assert find_first_import({"data": own["data"]}) is not None
+    with pytest.raises(SpecError, match="imports no code"):
+        parse_spec(
+            {**own, "loss": "logistic", "decision_set": "l2_ball", "topology": {"graph": "ring"}}, allow_imports=False
+        )
