@@ -8,6 +8,7 @@ import runpy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -88,7 +89,9 @@ def run_item(
             _write(path, {"key": key, "rows": list(done.values()), "seconds": seconds})
     seconds = kept["seconds"] + time.monotonic() - began
     path.unlink(missing_ok=True)
-    return {"form": form, "seconds": round(seconds, 1), "rows": [done[pair] for pair in pairs]}
+    versions = {name: version(name) for name in ("sottovoce", item.needs) if name is not None}
+    facts = {"form": form, "date": date.today().isoformat(), "versions": versions, "seconds": round(seconds, 1)}
+    return {**facts, "rows": [done[pair] for pair in pairs]}
 
 
 def _run_job(job: _Job) -> dict[str, Any]:
