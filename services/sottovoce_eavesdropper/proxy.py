@@ -232,6 +232,9 @@ class Connection:
         """Check the caller, which has connected, and connect to the target."""
         proxy, caller = self.proxy, self.caller.transport
         assert caller is not None  # noqa: S101 - it has just connected
+        if proxy.is_stopping:  # it was accepted before, and its TLS handshake has ended only now
+            caller.abort()
+            return
         proxy.connections.add(self)
         self._recorder = proxy.build_recorder(self.number)
         try:

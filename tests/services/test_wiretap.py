@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -277,6 +278,17 @@ async def test_without_an_identity_other_users_of_this_machine_do_not_come_throu
                 writer.write(b"x")
                 assert await reader.read(1) == answer
             writer.close()
+
+
+async def test_a_connection_that_is_ready_only_when_the_proxy_stops_is_cut(tmp_path: Path) -> None:
+    """It was accepted before the end, and its TLS handshake ended after it."""
+    async with tapped(tmp_path) as (_, proxy, _):
+        late, transport = proxy._accept(), Mock(spec=asyncio.Transport)
+        await proxy.stop()
+        late.connection_made(transport)
+        transport.abort.assert_called_once_with()
+        late.connection_lost(None)
+        assert not proxy.connections and not proxy.refused
 
 
 async def test_an_address_that_is_taken_is_said(tmp_path: Path) -> None:
