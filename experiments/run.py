@@ -40,7 +40,7 @@ _DIGITS = 6
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One run of an item: a variant at a setting, all replicas."""
+    """Run of an item: all replicas of a variant at a setting."""
 
     paper: str
     name: str

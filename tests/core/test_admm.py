@@ -369,7 +369,7 @@ def said_at(
 
 @pytest.mark.parametrize("name", ["dvp", "pvp"])
 def test_the_tolerance_does_not_move_long_messages(name: str) -> None:
-    """Sums of messages far above the norm, 131, of which float64 resolves a gradient to 1e-12."""
+    """The messages add up to far more than 131, the largest norm at which float64 resolves a gradient to 1e-12."""
     algorithm = {"name": name, "alpha": 0.002}
     (usual, _), (fine, warnings) = (said_at(each, algorithm, n_features=200) for each in (1e-10, 1e-12))
     assert np.linalg.norm(usual, axis=-1).max() > 200.0

@@ -235,7 +235,7 @@ def test_learners_without_a_record_in_the_first_round_are_left_out() -> None:
     ids=["batch", "history", "block"],
 )
 def test_of_several_records_the_nearest_counts(algorithm: dict[str, Any], batch: int) -> None:
-    """Of a sum of gradients one picture is rebuilt, and guesses are compared as it is."""
+    """The attack rebuilds one picture of a sum of gradients; guesses are compared in the same way."""
     run, data = problem(algorithm, batch=batch)
     made, size = attacked(run, data, no_noise), max(batch, algorithm.get("block_length", 1))
     high = data.test_features[:, :-1].max()
@@ -248,7 +248,7 @@ def test_of_several_records_the_nearest_counts(algorithm: dict[str, Any], batch:
 
 
 def test_guesses_without_messages_have_the_errors_of_an_independent_computation() -> None:
-    """Of 800 uniform features the error is within 0.04 of its expectation, four deviations: fails once in 10,000 seeds."""
+    """The error over 800 uniform features is within 0.04 of its mean, four deviations: fails once in 10,000 seeds."""
     run, data = problem({"name": "d-ogd", "step": STEP})
     made = attacked(run, data, no_noise)
     known = data.test_features[:, :-1]

@@ -73,7 +73,7 @@ def test_a_picture_is_a_grey_png() -> None:
 
 
 def shown_of(folder: Path, spec: dict[str, Any], *flags: str) -> tuple[str, list[dict[str, Any]]]:
-    """What is printed of a spec, and its results in gallery.json."""
+    """Run the gallery of a spec; return its printed text and the results in gallery.json."""
     (folder / "spec.yaml").write_text(yaml.safe_dump(spec), encoding="utf-8")
     words = ["lab", "gallery", str(folder / "spec.yaml"), "--out", str(folder / "out"), *flags]
     done = CliRunner().invoke(app, words, terminal_width=120)
@@ -130,7 +130,7 @@ def made_pictures(folder: Path) -> None:
 
 
 def test_the_experiment_of_chen_and_wang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on MNIST: without noise the picture is found, with noise none, and the label always."""
+    """The results are those on MNIST: pictures are found without noise only, labels always."""
     pytest.importorskip("torch", reason="the extra `torch` is not installed")
     made_pictures(tmp_path)
     monkeypatch.setenv("SOTTOVOCE_DATA", str(tmp_path))

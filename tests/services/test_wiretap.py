@@ -281,7 +281,7 @@ async def test_without_an_identity_other_users_of_this_machine_do_not_come_throu
 
 
 async def test_a_connection_that_is_ready_only_when_the_proxy_stops_is_cut(tmp_path: Path) -> None:
-    """It was accepted before the end, and its TLS handshake ended after it."""
+    """The proxy accepts the connection before it stops, and the TLS handshake ends afterwards."""
     async with tapped(tmp_path) as (_, proxy, _):
         late, transport = proxy._accept(), Mock(spec=asyncio.Transport)
         await proxy.stop()
