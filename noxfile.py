@@ -183,7 +183,7 @@ def notebooks(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS[0])
 def faults(session: nox.Session) -> None:
-    """Inject faults into runs of real processes; arguments go to the command, such as `-- --tries 20 --out docs/faults.md`."""
+    """Inject faults into runs of real processes; arguments go to the command, such as `-- --tries 20 --out faults.md`."""
     session.install(f"{build_wheel(session)}[audit,test]")
     session.run("python", "-m", "tests.faults", *session.posargs)
 

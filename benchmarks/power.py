@@ -2,7 +2,7 @@
 """Benchmark of audit power: mean lower bounds on epsilon, at 95 % confidence, by guesser and number of runs of each world.
 
 Two mechanisms have a known epsilon: one Laplace number (epsilon 1), and 50 of them whose epsilons decrease as 0.8^t (2 in all).
-The guessers are those of `sottovoce audit`, each with the whole 5 %. --markdown prints the table of docs/audit.md.
+The guessers are those of `sottovoce audit`, each with the whole 5 %. --markdown prints the table of docs/audit/run.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Records whose labels arrive later than their features: `python delayed_labels.py HOST:PORT`.
 
-Start the run of docs/live.md in another terminal: `sottovoce up wards.yaml` prints where each learner takes records.
+Start the run of docs/guides/live.md in another terminal: `sottovoce up wards.yaml` prints where each learner takes records.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-// Feed a learner from Node.js: send records with positions, and wait for durable receipts. See docs/live.md.
+// Feed a learner from Node.js: send records with positions, and wait for durable receipts. See docs/guides/live.md.
 //
 //     npm install @grpc/grpc-js @grpc/proto-loader
 //     node feed.mjs 127.0.0.1:7401 ward-3 < records.jsonl
@@ -23,7 +23,7 @@ const intake = await new Promise((resolve, reject) =>
 const { data } = JSON.parse(intake.spec);
 const { features: fields, label } = data.schema;
 
-// The encoding of docs/schema.md, for fields of these two types and no missing values.
+// The encoding of docs/guides/data.md, for fields of these two types and no missing values.
 const scale = ([low, high], value) => {
   if (!(low <= value && value <= high)) throw new Error("a number is outside its bounds");
   return (2 * (value - low)) / (high - low) - 1;

@@ -1,6 +1,6 @@
 """A learner at the end of a scikit-learn pipeline: `python sklearn_pipeline.py HOST:PORT`.
 
-Start the run of docs/live.md in another terminal: `sottovoce up wards.yaml` prints where each learner takes records.
+Start the run of docs/guides/live.md in another terminal: `sottovoce up wards.yaml` prints where each learner takes records.
 """
 
 import sys

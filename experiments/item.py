@@ -71,7 +71,7 @@ class Item(_Section):
     settings: Mapping[str, Mapping[str, Any]] = {"": {}}
     forms: Mapping[Literal["quick", "full", "check"], Form]
     measures: tuple[str, ...]
-    """Metrics (docs/metrics.md), and budgets: `epsilon` of one use of a record, tight and pure; `epsilon_at_delta` 1e-5;
+    """Metrics (docs/reference/metrics.md), and budgets: `epsilon` of one use of a record, tight, pure; `epsilon_at_delta` 1e-5;
     `epsilon_record` of all uses of a record; `epsilon_by_paper`, by the paper's formula as the project computes it."""
     thresholds: Mapping[str, tuple[str, float]] = {}
     """Further measures: the first checkpoint at which a metric reaches a threshold; infinite: it does not in the run."""

@@ -10,7 +10,7 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 PAGES = [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", CHECKOUT / "SECURITY.md", *CHECKOUT.glob("docs/**/*.md")]
-FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 FOLDERS = "core|services|clients|coordinator|proto|tests|benchmarks|deploy|examples"
 CODE_PATH = re.compile(rf"`((?:{FOLDERS})/[^`\s]*)`")
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")

@@ -33,7 +33,7 @@ LIVE = {
     "river_pipeline": r"Accuracy: \d+\.\d+%\n.*Accuracy: .* ROCAUC: .* drifts \[",
     "sklearn_pipeline": r"(accuracy \d\.\d\d\n){10}\['home' 'died'\]",
 }
-"""What scripts print that learn on the learner of docs/live.md."""
+"""What scripts print that learn on the learner of docs/guides/live.md."""
 
 
 async def _output(folder: Path, name: str, *arguments: str) -> str:
@@ -76,7 +76,7 @@ async def test_a_learner_of_live_records_learns_from_a_script(name: str, tmp_pat
     needs = {"river_pipeline": "river", "sklearn_pipeline": "sklearn"}
     if name in needs:
         pytest.importorskip(needs[name])
-    page = (CHECKOUT / "docs" / "live.md").read_text(encoding="utf-8")
+    page = (CHECKOUT / "docs" / "guides" / "live.md").read_text(encoding="utf-8")
     document = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
     spec = parse_spec(document, allow_imports=False)
     async with network(tmp_path, list(spec.names)) as up:
@@ -87,7 +87,7 @@ async def test_a_learner_of_live_records_learns_from_a_script(name: str, tmp_pat
 
 
 def test_gossip_is_what_the_page_shows() -> None:
-    page = (CHECKOUT / "docs" / "own-algorithm.md").read_text(encoding="utf-8")
+    page = (CHECKOUT / "docs" / "guides" / "extending.md").read_text(encoding="utf-8")
     shown = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     kept = (EXAMPLES / "gossip.py").read_text(encoding="utf-8")
 

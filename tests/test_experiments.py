@@ -55,10 +55,10 @@ def test_an_item_says_what_the_paper_shows_and_what_comes_out(paper: str, name: 
 def test_the_pages_and_their_figures_are_those_of_the_stored_results() -> None:
     shown = set()
     for paper in PAPERS:
-        text = (page.DOCS / f"papers-{paper}.md").read_text(encoding="utf-8")
+        text = (page.DOCS / f"{paper}.md").read_text(encoding="utf-8")
         assert "\n".join(page.describe_paper(paper)) == text, "run `python -m experiments --pages`"
-        shown |= set(re.findall(r"\]\(images/papers/([^)]+)\)", text))
-    assert shown == {path.name for path in (page.DOCS / "images" / "papers").iterdir()}
+        shown |= set(re.findall(r"\]\(../images/papers/([^)]+)\)", text))
+    assert shown == {path.name for path in page.IMAGES.iterdir()}
 
 
 # ---- verdicts --------------------------------------------------------------------------------------------------------

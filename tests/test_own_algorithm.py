@@ -1,4 +1,4 @@
-"""The page `docs/own-algorithm.md` holds what it promises: its example runs everywhere, and keeps its guarantee."""
+"""The page `docs/guides/extending.md` holds what it promises: its example runs everywhere, and keeps its guarantee."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sottovoce_core.spec import parse_spec
 from sottovoce_rpc.logs import describe_user_code_error
 from tests.examples import made_up
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "own-algorithm.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "guides" / "extending.md"
 CODE, SPEC, ENTRY_POINT = (
     re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
     for kind in ("python", "yaml", "toml")

@@ -1,4 +1,4 @@
-"""The sections of one's own in docs/own-kinds.md run as they stand there."""
+"""The sections of one's own in docs/guides/extending.md run as they stand there."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from sottovoce_core.runs.run import build_run
 from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import find_first_import, parse_spec
 
-PAGE = (Path(__file__).parent.parent / "docs" / "own-kinds.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parent.parent / "docs" / "guides" / "extending.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def document(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """The page's spec, with the page's module importable."""
     own = ModuleType("own")
-    code = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    spec = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    code = re.search(r"```python\n(# own\.py\n.*?)```", PAGE, re.DOTALL)
+    spec = re.search(r"```yaml\n(# own\.yaml\n.*?)```", PAGE, re.DOTALL)
     assert code is not None and spec is not None
     monkeypatch.setitem(__import__("sys").modules, "own", own)
     exec(code[1], own.__dict__)  # noqa: S102 - our own page

@@ -408,7 +408,7 @@ def _lines(
     own = [len(each.labels) for each in placement.learners]
     low, high = min(own), max(own)
     counts = format_count(low) if low == high else f"{format_count(low)} to {format_count(high)}"
-    yield f"# Written by `sottovoce init` for {options.file.name}. All fields are described in docs/spec.md."
+    yield f"# Written by `sottovoce init` for {options.file.name}. All fields are described in docs/reference/spec.md."
     yield f"# One record is learned once and costs at most epsilon {format_number(spent)}, of the requested {budget:g}."
     if spec.privacy.delta:
         yield f"# The guarantee is approximate differential privacy, at delta {spec.privacy.delta:g}."

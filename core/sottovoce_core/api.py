@@ -59,7 +59,7 @@ class Simulation:
 
     @property
     def metrics(self) -> Table:
-        """Measurements, one number a row: the table `Results.metrics`. Names and units: docs/metrics.md.
+        """Measurements, one number a row: the table `Results.metrics`. Names and units: docs/reference/metrics.md.
 
         Raises:
             SpecError: nothing was measured.
@@ -90,8 +90,8 @@ def simulate(
         experiment: an experiment, or the path of a spec file.
         replicas: independent repetitions.
         seed: seed of the noise; equal seeds give equal numbers, for each replica independently of the number of replicas.
-        metrics: names of metrics (docs/metrics.md), and nothing else is computed; True: the default ones, losses, regrets,
-            agreement and accuracy; False: none.
+        metrics: names of metrics (docs/reference/metrics.md), and nothing else is computed; True: the default ones, losses,
+            regrets, agreement and accuracy; False: none.
         checkpoints: numbers of rounds after which to measure; or how many, evenly spread on a logarithmic scale up to the last.
         transcript: keep all messages: rounds times learners times replicas times numbers of a message, 8 bytes each.
         noise: replaces seeded noise: a recorded file (`.parquet`, `.npz`) or any `sottovoce_core.noise.NoiseSource`.

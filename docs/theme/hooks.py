@@ -20,7 +20,7 @@ PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 SCRIPTS = {".py": "python", ".mjs": "js", ".yaml": "yaml"}
 """Language of each type of file that is shown as code."""
 INTO_DOCS = re.compile(r"(?<=\]\()docs/")
-OUT_OF_DOCS = re.compile(rf"(?<=\]\()\.\./({'|'.join(PAGES)}|examples/\w+\.\w+)(?=[)#])")
+OUT_OF_DOCS = re.compile(rf"(?<=\]\()(?:\.\./)+({'|'.join(PAGES)}|examples/\w+\.\w+)(?=[)#])")
 
 REMOTE = re.compile(r"""<(?:(?:script|img|iframe)[^>]*\ssrc|link[^>]*\shref)=["']?(?:https?:)?//[^>]*>""")
 
@@ -39,7 +39,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replace links out of `docs/` by links to the added pages."""
-    return OUT_OF_DOCS.sub(lambda link: str(PurePosixPath(link[1]).with_suffix(".md")), markdown)
+    folder = PurePosixPath(page.file.src_uri).parent
+    return OUT_OF_DOCS.sub(lambda link: relpath(PurePosixPath(link[1]).with_suffix(".md"), folder), markdown)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

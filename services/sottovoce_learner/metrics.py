@@ -1,7 +1,7 @@
 """Prometheus metrics of a learner: progress, messages, privacy spending and queues.
 
-No metric depends on a record's content: numbers of records, rounds and bytes are public (docs/privacy.md). The model has
-no metrics.
+No metric depends on a record's content: numbers of records, rounds and bytes are public (docs/privacy/guarantees.md).
+The model has no metrics.
 """
 
 from __future__ import annotations

@@ -350,7 +350,7 @@ class Session:
         log.error(
             "failed", learner=self.assignment.name, round=self.state_machine.rounds_done, **describe_failure(error, own)
         )
-        out_of_memory = "too little memory (docs/scale.md lists what a learner keeps)"
+        out_of_memory = "too little memory (docs/operate/upgrade.md lists what a learner keeps)"
         cause = out_of_memory if isinstance(error, MemoryError) else "an internal error"
         detail = str(error) if has_project_text(error) else f"{cause}; {SEE_LOG_TEXT}"
         self._set_state(LearnerState.FAILED, detail)

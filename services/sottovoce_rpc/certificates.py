@@ -256,7 +256,7 @@ def _require_hosts(own: x509.Certificate, principal: Principal) -> None:
         raise FailedPrecondition(
             f"{CERTIFICATE_FILE} must hold the hosts (DNS names) {' and '.join(wanted)} beside its URI, because clients "
             f"of {principal} "
-            f"require them; it lacks {' and '.join(lacking)}: have one issued with them (docs/identities.md)"
+            f"require them; it lacks {' and '.join(lacking)}: have one issued with them (docs/operate/identities.md)"
         )
 
 

@@ -93,7 +93,7 @@ class Identity:
         if domain not in self.bundles:
             raise FailedPrecondition(
                 f"{self.folder / AUTHORITIES_FILE} must hold an authority that names spiffe://{domain}, and has only those of "
-                f"{', '.join(filter(None, self.bundles))}: add it (docs/identities.md)"
+                f"{', '.join(filter(None, self.bundles))}: add it (docs/operate/identities.md)"
             )
         return self.bundles[domain]
 

@@ -91,8 +91,8 @@ async def ran(here: Here, *arguments: object) -> tuple[int, str, str]:
 
 
 def scores_of(file: Path, features: FloatArray) -> FloatArray:
-    """What a .npz file says of records, by the program of docs/models.md."""
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    """What a .npz file says of records, by the program of docs/guides/models.md."""
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "models.md").read_text(encoding="utf-8")
     program = page.split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {"features": features}
     exec(program.replace('"north.npz"', repr(str(file))), names)  # noqa: S102 - a page of ours

@@ -282,7 +282,7 @@ def x509_pem(folder: Path, domain: str) -> bytes:
 
 
 def test_a_new_root_takes_the_place_of_the_old_one(here: Path) -> None:
-    """As docs/identities.md says it: both in every ca.crt, then certificates of the new one, which revokes those of both."""
+    """As docs/operate/identities.md has it: both in every ca.crt, then certificates of the new one, which revokes both."""
     said("init", "--domain", "ward.example")
     said("issue", "learner/north", "learner/south", "operator/alice")
     folders = [here / "identities" / name for name in ("learner-north", "learner-south", "operator-alice")]

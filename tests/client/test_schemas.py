@@ -396,7 +396,7 @@ def test_canaries_of_a_schema_are_kept_whole(prepared: PreparedRun, folder: Path
 
 
 def test_the_page_shows_what_is(folder: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "schema.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "data.md").read_text(encoding="utf-8")
     files = re.findall(r"^`(\S+)`:\n\n```\w+\n(.*?)```", page, re.MULTILINE | re.DOTALL)
     assert [name for name, _ in files] == ["wards.csv", "schema.yaml", "spec.yaml"]
     for name, text in files:

@@ -335,7 +335,7 @@ def test_every_clause_is_explained_where_it_is_printed() -> None:
 
 
 def test_the_page_shows_the_default() -> None:
-    page = Path(__file__).parents[2].joinpath("docs", "policy.md").read_text(encoding="utf-8")
+    page = Path(__file__).parents[2].joinpath("docs", "privacy", "policy.md").read_text(encoding="utf-8")
     assert re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) == [Policy().dump()]
 
 

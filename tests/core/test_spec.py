@@ -104,7 +104,7 @@ def test_a_refusal_names_the_field_what_is_allowed_and_what_came(changes: dict[s
 
 def test_what_is_wrong_with_fields_together_is_told_without_the_section() -> None:
     text = refusal(loss={"kind": "logistic", "history": "pass_glm", "ridge": 0.25})
-    assert "feature_bound times the radius of the decision set" in text and "docs/losses-and-sets.md" in text
+    assert "feature_bound times the radius of the decision set" in text and "docs/reference/losses.md" in text
     assert "got" not in text and "0.25" not in text
 
 

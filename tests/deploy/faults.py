@@ -1,4 +1,4 @@
-"""Faults done to running containers, and starts that must be refused: what docs/deploy.md says of each, looked at."""
+"""Faults done to running containers, and starts that must be refused: what docs/operate/deploy.md says of each, looked at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/deploy.md promises of images and of the compose file, looked at while it runs."""
+"""What docs/operate/deploy.md promises of images and of the compose file, looked at while it runs."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_the_demos_specs_are_allowed_by_its_policy(name: str) -> None:
 
 
 def test_whatever_is_refused_has_a_row_in_the_documentation() -> None:
-    page = (CHECKOUT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    page = (CHECKOUT / "docs" / "operate" / "deploy.md").read_text(encoding="utf-8")
     for each in REFUSED:
         assert f"| {each.what}" in page, each.what
 

@@ -19,7 +19,7 @@ from tests.docs.outputs import STEADY, shows, tidy
 from tests.docs.pages import CHECKOUT, SERVES, TUTORIALS, Block, blocks, text_of
 from tests.docs.shell import Shell, shell
 
-INIT = {"docs/starting.md"}
+INIT = {"docs/guides/data.md"}
 """Pages whose commands write `wards.yaml`."""
 
 BY_CHANCE = re.compile(r"sottovoce (?:audit --captures|watch) ")
@@ -54,7 +54,7 @@ def ready(page: str, folder: Path) -> None:
         (folder / name).symlink_to(CHECKOUT / name)
     if page not in INIT:
         shutil.copy(CHECKOUT / "examples" / "wards.yaml", folder)
-    made = next(block for block in blocks(text_of("docs/tutorial-researcher.md")) if block.file == "make_wards.py")
+    made = next(block for block in blocks(text_of("docs/start/researcher.md")) if block.file == "make_wards.py")
     subprocess.run([sys.executable, "-"], input=made.text, cwd=folder, text=True, check=True)
 
 

@@ -22,7 +22,7 @@ class Why(StrEnum):
     DOCKER = "it needs a Docker Engine: `nox -s deploy` tries it"
     KUBERNETES = "it needs a cluster: tests/deploy_chart renders what it would install"
     ROOT = "it needs root, and a machine that runs systemd"
-    AUTHORITY = "it needs an authority: docs/identities.md makes one"
+    AUTHORITY = "it needs an authority: docs/operate/identities.md makes one"
     YOURS = "it names a file or a folder of the reader's own"
 
 
@@ -32,28 +32,35 @@ NOT_RUN: dict[str, dict[str, Why]] = {
         "sottovoce audit examples/wards.yaml": Why.LONG,
         "sottovoce compare": Why.LONG,
     },
-    "docs/audit.md": {
-        "sottovoce audit ring.yaml": Why.LONG,
-        "sottovoce audit --captures audit": Why.LONG,
-        "sottovoce demo": Why.TWICE,
-        "sottovoce audit --captures demo": Why.TWICE,
-    },
-    "docs/away.md": {"sottovoce runs": Why.GOES_ON},
-    "docs/budget.md": {
-        "sottovoce budget wards.yaml": Why.TWICE,
-    },
-    "docs/comparison.md": {"sottovoce compare": Why.LONG},
-    "docs/console.md": {"pip install": Why.INSTALLED},
-    "docs/data.md": {"sottovoce data fetch": Why.DOWNLOADS, "sottovoce demo --data mushrooms": Why.DOWNLOADS},
-    "docs/deploy.md": {"docker": Why.DOCKER},
-    "docs/eavesdropper.md": {
+    "docs/audit/captures.md": {
         "pip install": Why.INSTALLED,
         "sottovoce eavesdropper --folder s3": Why.ELSEWHERE,
         "sottovoce eavesdropper --remote-workers": Why.ELSEWHERE,
         "sottovoce eavesdropper --join": Why.ELSEWHERE,
         "sottovoce transcript show s3": Why.ELSEWHERE,
     },
-    "docs/feeding.md": {
+    "docs/audit/methods.md": {
+        "sottovoce lab power": Why.LONG,
+    },
+    "docs/audit/monitoring.md": {
+        "sottovoce up wards.yaml --canaries": Why.TWICE,
+        "sottovoce watch canaries": Why.TWICE,
+    },
+    "docs/audit/run.md": {
+        "sottovoce audit ring.yaml": Why.LONG,
+        "sottovoce audit --captures audit": Why.LONG,
+        "sottovoce demo": Why.TWICE,
+        "sottovoce audit --captures demo": Why.TWICE,
+    },
+    "docs/guides/data.md": {
+        "sottovoce data fetch": Why.DOWNLOADS,
+        "sottovoce demo --data mushrooms": Why.DOWNLOADS,
+        "sottovoce init public.csv": Why.YOURS,
+    },
+    "docs/guides/failures.md": {
+        "sottovoce runs": Why.GOES_ON,
+    },
+    "docs/guides/live.md": {
         "sottovoce feed ward-3.csv": Why.GOES_ON,
         "jq": Why.GOES_ON,
         "sottovoce feed http": Why.GOES_ON,
@@ -64,9 +71,38 @@ NOT_RUN: dict[str, dict[str, Why]] = {
         "sottovoce feed 'mqtts://broker": Why.BROKER,
         "mosquitto_pub": Why.BROKER,
         "sottovoce feed 'kafka://broker": Why.BROKER,
+        "sottovoce up": Why.GOES_ON,
+        "grpcurl": Why.OTHERS,
+        "pip install": Why.INSTALLED,
     },
-    "docs/hosting.md": {"sottovoce learner --host": Why.ELSEWHERE},
-    "docs/identities.md": {
+    "docs/guides/models.md": {
+        "sottovoce": Why.GOES_ON,
+    },
+    "docs/guides/python.md": {
+        "sottovoce simulate": Why.TWICE,
+        "sottovoce plot wards": Why.TWICE,
+    },
+    "docs/guides/torch.md": {
+        "pip install": Why.INSTALLED,
+        "PYTHONPATH": Why.TORCH,
+    },
+    "docs/index.md": {
+        "python3 -m venv": Why.NEWCOMER,
+    },
+    "docs/operate/deploy.md": {
+        "docker": Why.DOCKER,
+        "sottovoce learner --host": Why.ELSEWHERE,
+        "helm": Why.KUBERNETES,
+        "kubectl": Why.KUBERNETES,
+        "sottovoce pki": Why.AUTHORITY,
+        "cat north-ca.crt": Why.YOURS,
+        "python3": Why.ROOT,
+        "/opt": Why.ROOT,
+        "cp ": Why.ROOT,
+        "install": Why.ROOT,
+        "systemctl": Why.ROOT,
+    },
+    "docs/operate/identities.md": {
         "sottovoce coordinator": Why.ELSEWHERE,
         "sottovoce learner": Why.ELSEWHERE,
         "sottovoce run": Why.ELSEWHERE,
@@ -74,45 +110,53 @@ NOT_RUN: dict[str, dict[str, Why]] = {
         "spire-server": Why.OTHERS,
         "sottovoce transcript verify": Why.YOURS,
     },
-    "docs/index.md": {"python3 -m venv": Why.NEWCOMER},
-    "docs/kubernetes.md": {
-        "helm": Why.KUBERNETES,
-        "kubectl": Why.KUBERNETES,
-        "sottovoce pki": Why.AUTHORITY,
-        "cat north-ca.crt": Why.YOURS,
+    "docs/operate/observability.md": {
+        "pip install": Why.INSTALLED,
+        "sottovoce coordinator 2>&1": Why.GOES_ON,
     },
-    "docs/live.md": {"sottovoce up": Why.GOES_ON, "grpcurl": Why.OTHERS},
-    "docs/metrics.md": {"sottovoce plot": Why.TWICE},
-    "docs/models.md": {"sottovoce": Why.GOES_ON},
-    "docs/observability.md": {"sottovoce coordinator 2>&1": Why.GOES_ON},
-    "docs/papers-admm.md": {"python -m experiments": Why.EXPERIMENTS},
-    "docs/papers-dpsda.md": {"python -m experiments": Why.EXPERIMENTS},
-    "docs/papers-ldp-dol.md": {"python -m experiments": Why.EXPERIMENTS},
-    "docs/papers-pd-ftgl.md": {"python -m experiments": Why.EXPERIMENTS},
-    "docs/pipelines.md": {"pip install": Why.INSTALLED},
-    "docs/policy.md": {"sottovoce learner": Why.ELSEWHERE},
-    "docs/python.md": {"sottovoce simulate": Why.TWICE, "sottovoce plot wards": Why.TWICE},
-    "docs/scale.md": {"pip install": Why.INSTALLED, "dask": Why.ELSEWHERE, "sottovoce sweep": Why.ELSEWHERE},
-    "docs/schema.md": {"sottovoce init public.csv": Why.YOURS},
-    "docs/selftest.md": {"sottovoce lab power": Why.LONG},
-    "docs/systemd.md": {
-        "python3": Why.ROOT,
-        "/opt": Why.ROOT,
-        "cp ": Why.ROOT,
-        "install": Why.ROOT,
-        "systemctl": Why.ROOT,
-        "sottovoce pki": Why.AUTHORITY,
+    "docs/operate/upgrade.md": {
+        "pip install": Why.INSTALLED,
+        "dask": Why.ELSEWHERE,
+        "sottovoce sweep": Why.ELSEWHERE,
     },
-    "docs/torch.md": {"pip install": Why.INSTALLED, "PYTHONPATH": Why.TORCH},
-    "docs/watch.md": {"sottovoce up wards.yaml --canaries": Why.TWICE, "sottovoce watch canaries": Why.TWICE},
-    "docs/tutorial-researcher.md": {"python3 -m venv": Why.INSTALLED, "pip install": Why.INSTALLED},
-    "docs/tutorial-auditor.md": {"python3 -m venv": Why.INSTALLED, "pip install": Why.INSTALLED},
-    "docs/tutorial-engineer.md": {
+    "docs/papers/admm.md": {
+        "python -m experiments": Why.EXPERIMENTS,
+    },
+    "docs/papers/dpsda.md": {
+        "python -m experiments": Why.EXPERIMENTS,
+    },
+    "docs/papers/ldp-dol.md": {
+        "python -m experiments": Why.EXPERIMENTS,
+    },
+    "docs/papers/pd-ftgl.md": {
+        "python -m experiments": Why.EXPERIMENTS,
+    },
+    "docs/privacy/guarantees.md": {
+        "sottovoce budget wards.yaml": Why.TWICE,
+    },
+    "docs/privacy/policy.md": {
+        "sottovoce learner": Why.ELSEWHERE,
+    },
+    "docs/reference/algorithms.md": {
+        "sottovoce compare": Why.LONG,
+    },
+    "docs/reference/metrics.md": {
+        "sottovoce plot": Why.TWICE,
+    },
+    "docs/start/auditor.md": {
+        "python3 -m venv": Why.INSTALLED,
+        "pip install": Why.INSTALLED,
+    },
+    "docs/start/engineer.md": {
         "python3 -m venv": Why.INSTALLED,
         "pip install": Why.INSTALLED,
         "docker ": Why.DOCKER,
         "cp deploy": Why.ROOT,
         "systemctl": Why.ROOT,
+    },
+    "docs/start/researcher.md": {
+        "python3 -m venv": Why.INSTALLED,
+        "pip install": Why.INSTALLED,
     },
 }
 """Of a page, how commands begin, and the reason."""

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from textwrap import dedent
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^(?P<indent> *)```(\w*)[^\n]*\n(.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"`([\w-]+\.\w+)`\)?[.:,]?[^`\n]*:?\n\s*$")
 FIRST = re.compile(r"# ([\w-]+\.\w+)\n")
 FILES = {"yaml", "python", "csv", "json"}
@@ -65,25 +66,25 @@ def blocks(page: str) -> list[Block]:
     """All fenced blocks of a page's text."""
     made, found, before = list[Block](), list(FENCE.finditer(page)), 0
     for match, below in zip(found, [*found[1:], *[None] * bool(found)], strict=True):
-        named = NAMED.search(page[before : match.start()]) or FIRST.match(match[2])
-        file = named[1] if named and match[1] in FILES else ""
-        shown = below is not None and below[1] == "text" and not page[match.end() : below.start()].strip()
-        output = (below[2], below.span(2)) if below is not None and shown else ("", (0, 0))
-        made.append(Block(match[1], match[2], file, *output))
+        named = NAMED.search(page[before : match.start()]) or FIRST.match(dedent(match[3]))
+        file = named[1] if named and match[2] in FILES else ""
+        shown = below is not None and below[2] == "text" and not page[match.end() : below.start()].strip()
+        output = (dedent(below[3]), below.span(3)) if below is not None and shown else ("", (0, 0))
+        made.append(Block(match[2], dedent(match[3]), file, *output))
         before = match.end()
     return made
 
 
 def _pages() -> Iterator[str]:
-    for path in [CHECKOUT / "README.md", *sorted(CHECKOUT.glob("docs/*.md"))]:
+    for path in [CHECKOUT / "README.md", *sorted(CHECKOUT.glob("docs/**/*.md"))]:
         page = path.relative_to(CHECKOUT).as_posix()
         if any(block.commands for block in blocks(text_of(page))):
             yield page
 
 
-TUTORIALS = sorted(path.relative_to(CHECKOUT).as_posix() for path in CHECKOUT.glob("docs/tutorial-*.md"))
+TUTORIALS = [f"docs/start/{role}.md" for role in ("auditor", "engineer", "researcher")]
 """Those that begin in an empty folder; the others are followed in a clone, beside what they name (`following.ready`)."""
 PAGES = list(_pages())
 """Those that are followed, command by command."""
-BY_PAGES = {"tutorial-sweep.svg": ("docs/tutorial-researcher.md", "sweep/accuracy.svg")}
+BY_PAGES = {"tutorial-sweep.svg": ("docs/start/researcher.md", "sweep/accuracy.svg")}
 """Of a picture of docs/images, the page whose commands draw it, and where they put it."""

@@ -85,7 +85,7 @@ def run(command: str, folder: Path) -> None:
 def report(name: str, folder: Path) -> None:
     """A report, from its top."""
     recipe = REPORTS[name]
-    for block in blocks(text_of("docs/audit.md")):
+    for block in blocks(text_of("docs/audit/run.md")):
         if block.file:
             (folder / block.file).write_text(block.text, encoding="utf-8")
     run(recipe.command, folder)

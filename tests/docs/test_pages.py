@@ -27,9 +27,9 @@ WRITTEN = re.compile(r"(?:--out|--dead-letters|>)\s+([\w./-]+)")
 SCRIPT = re.compile(r"(?:python|pytest)[^`\n]*? ((?:benchmarks|tests|proto|examples|\.ci)/[\w/.-]+\w)")
 MODULE = re.compile(r"python -m ([\w.]+\w)")
 NOT_THERE = {
-    "docs/feeding.md": {"ward-3.csv"},
-    "docs/models.md": {"new.csv"},
-    "docs/schema.md": {"public.csv"},
+    "docs/guides/live.md": {"ward-3.csv"},
+    "docs/guides/models.md": {"new.csv"},
+    "docs/guides/data.md": {"public.csv"},
 }
 """Files of the reader's own that commands of a page name, and nobody can have made."""
 

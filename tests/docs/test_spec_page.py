@@ -1,4 +1,4 @@
-"""docs/spec.md, with the pages that it names, has every field of a spec and every word that one may be, and no others."""
+"""docs/reference/spec.md, with the pages that it names, has all fields of a spec and all words that they may be."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from sottovoce_core.spec import RunSpec
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 PAGES = {
-    "sottovoce_core.algorithms.gradient_descent": "baselines.md",
-    "sottovoce_core.algorithms.admm": "admm.md",
-    "sottovoce_core.algorithms.follow_the_leader": "pd-ftgl.md",
-    "sottovoce_core.algorithms.dual_averaging": "dpsda.md",
-    "sottovoce_core.losses.torch": "torch.md",
-    "sottovoce_core.data.spec.Schema": "schema.md",
-    "sottovoce_core.data.fields": "schema.md",
+    "sottovoce_core.algorithms.gradient_descent": "theory/gossip.md",
+    "sottovoce_core.algorithms.admm": "theory/admm.md",
+    "sottovoce_core.algorithms.follow_the_leader": "theory/pd-ftgl.md",
+    "sottovoce_core.algorithms.dual_averaging": "theory/dpsda.md",
+    "sottovoce_core.losses.torch": "guides/torch.md",
+    "sottovoce_core.data.spec.Schema": "guides/data.md",
+    "sottovoce_core.data.fields": "guides/data.md",
 }
-"""Where fields stand that docs/spec.md leaves to another page, by the beginning of their section's name."""
+"""Where fields stand that docs/reference/spec.md leaves to another page, by the beginning of their section's name."""
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`]+)`")
 WORD = re.compile(r"[\w-]+")
@@ -65,7 +65,7 @@ def walked(section: type[Section], seen: set[type[Section]]) -> set[type[Section
 
 def page_of(section: type[Section]) -> str:
     name = f"{section.__module__}.{section.__qualname__}"
-    return next((page for beginning, page in PAGES.items() if name.startswith(beginning)), "spec.md")
+    return next((page for beginning, page in PAGES.items() if name.startswith(beginning)), "reference/spec.md")
 
 
 def words_of(page: str) -> set[str]:
@@ -90,14 +90,14 @@ def test_all_sections_are_found() -> None:
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda each: each.__name__)
 def test_the_page_has_every_field_and_every_word_of_it(section: type[Section]) -> None:
-    there = words_of(page_of(section)) | {"name", "kind"}  # which docs/spec.md says of all
+    there = words_of(page_of(section)) | {"name", "kind"}  # which docs/reference/spec.md says of all
     missing = {name: words - there for (of, name), words in FIELDS.items() if of is section and words - there}
     assert missing == {}, f"docs/{page_of(section)} lacks these"
 
 
 def test_the_page_has_no_field_that_is_not_there() -> None:
     """In the first column of its tables of fields and kinds."""
-    bodies = [body for _, body in TABLE.findall((DOCS / "spec.md").read_text(encoding="utf-8"))]
+    bodies = [body for _, body in TABLE.findall((DOCS / "reference/spec.md").read_text(encoding="utf-8"))]
     rows = [line.split("|")[1] for body in bodies for line in body.splitlines()]
     named = {word for row in rows for code in CODE.findall(row) for word in WORD.findall(code)}
     assert len(named) > 80

@@ -22,24 +22,24 @@ ALGORITHM_ROW = re.compile(r"^\| [\w-]+ \| ([\w-]+) \|", re.MULTILINE)
 
 
 def test_every_term_of_the_glossary_is_used_on_another_page() -> None:
-    pages = [path for path in CHECKOUT.glob("docs/*.md") if path.name != "glossary.md"]
+    pages = [path for path in CHECKOUT.glob("docs/**/*.md") if path.name != "glossary.md"]
     text = " ".join(path.read_text(encoding="utf-8") for path in pages).lower()
-    terms = ENTRY.findall(text_of("docs/glossary.md"))
+    terms = ENTRY.findall(text_of("docs/reference/glossary.md"))
     assert terms == sorted(terms)
     assert [term for term in terms if not re.search(rf"\b{term.lower()}", text)] == []
 
 
 def test_the_glossary_has_the_verdicts_that_there_are() -> None:
-    entry = text_of("docs/glossary.md").split("## Verdict\n")[1].split("\n## ")[0]
+    entry = text_of("docs/reference/glossary.md").split("## Verdict\n")[1].split("\n## ")[0]
     assert sorted(CODE.findall(entry)) == sorted(get_args(VerdictKind))
 
 
 def test_every_verdict_is_explained_without_a_formula() -> None:
-    assert sorted(BOLD_CELL.findall(text_of("docs/verdict.md"))) == sorted(get_args(VerdictKind))
+    assert sorted(BOLD_CELL.findall(text_of("docs/audit/verdict.md"))) == sorted(get_args(VerdictKind))
 
 
 def test_every_wish_has_a_command_or_a_page() -> None:
-    wishes = ROW.findall(text_of("docs/tasks.md"))
+    wishes = ROW.findall(text_of("docs/start/tasks.md"))
     assert len(wishes) > 50
     assert len({wish for wish, _, _ in wishes}) == len(wishes)
     assert [wish for wish, command, more in wishes if not LINK.search(command + more)] == []
@@ -48,20 +48,22 @@ def test_every_wish_has_a_command_or_a_page() -> None:
 def test_every_command_of_a_wish_is_whole() -> None:
     """As one would type it: nothing that must be said is missing."""
     commands = [
-        Named(each.words, whole=True) for each in named(text_of("docs/tasks.md")) if each.words[:1] != ("COMMAND",)
+        Named(each.words, whole=True)
+        for each in named(text_of("docs/start/tasks.md"))
+        if each.words[:1] != ("COMMAND",)
     ]
     assert len(commands) > 40
     assert [f"{each}: {mistake(each)}" for each in commands if mistake(each)] == []
 
 
 def test_every_command_serves_a_wish() -> None:
-    wished = {each.words[0] for each in named(text_of("docs/tasks.md"))}
+    wished = {each.words[0] for each in named(text_of("docs/start/tasks.md"))}
     assert [name for name in typer.main.get_command(app).commands if name not in wished] == []  # type: ignore[attr-defined]
 
 
 def test_every_algorithm_is_where_one_chooses_and_no_other() -> None:
-    table = text_of("docs/spec.md").split("## `algorithm`")[1].split("Fields of `ldp-dol`")[0]
+    table = text_of("docs/reference/spec.md").split("## `algorithm`")[1].split("Fields of `ldp-dol`")[0]
     chosen = {name for name in CODE.findall(table) if re.fullmatch(r"[a-z]+(?:-[a-z]+)*", name)}
     assert chosen - {"name"} == set(ALGORITHMS.built_in_classes)
-    compared = set(ALGORITHM_ROW.findall(text_of("docs/comparison.md"))) - {"algorithm", "---"}
+    compared = set(ALGORITHM_ROW.findall(text_of("docs/reference/algorithms.md"))) - {"algorithm", "---"}
     assert compared <= set(ALGORITHMS.built_in_classes)

@@ -101,7 +101,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="NAME", action="append", help="this fault; may be repeated")
     parser.add_argument("--seed", type=int, default=0, help="of the first try")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
-    parser.add_argument("--out", type=Path, help="page to write, such as docs/faults.md")
+    parser.add_argument("--out", type=Path, help="page to write, such as docs/developers/faults.md")
     parser.add_argument(
         "--soak", type=float, metavar="MINUTES", help="one long run with many faults, in place of all that"
     )

@@ -1,4 +1,4 @@
-"""docs/faults.md: every fault, what is promised, and whether it held."""
+"""docs/developers/faults.md: every fault, what is promised, and whether it held."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(7200)]
 
 
 def test_whatever_gives_enough_evidence_is_found() -> None:
-    """With the seeds of docs/power.md, so that it is what that page says."""
+    """With the seeds of docs/audit/methods.md, so that it is what that page says."""
     assert measure_power(console=Console(width=140)) == 0
 
 

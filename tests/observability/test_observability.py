@@ -126,12 +126,12 @@ def test_what_a_legend_or_a_summary_says_is_a_label_of_what_it_is_about(exported
 def test_every_alert_is_tried_and_told_of() -> None:
     tried = {case["alertname"] for test in documents("alerts.test.yaml")["tests"] for case in test["alert_rule_test"]}
     names = {rule["alert"] for rule in rules()}
-    page = (CHECKOUT / "docs" / "observability.md").read_text(encoding="utf-8")
+    page = (CHECKOUT / "docs" / "operate" / "observability.md").read_text(encoding="utf-8")
     assert tried == names == set(re.findall(r"^\| `([A-Z]\w+)` \|", page, re.MULTILINE))
 
 
 def test_the_page_has_all_metrics() -> None:
-    page = (CHECKOUT / "docs" / "observability.md").read_text(encoding="utf-8")
+    page = (CHECKOUT / "docs" / "operate" / "observability.md").read_text(encoding="utf-8")
     for kind in (COMMON_METRICS, LEARNER, COORDINATOR, EAVESDROPPER):
         for each in kind.metrics:
             assert f"| `{each.name}` | {', '.join(each.labels)} | {each.description} |" in page

@@ -256,7 +256,7 @@ async def test_who_feeds_is_told_at_once_that_a_learner_is_another_one(
 
 
 def test_the_page_shows_the_table() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "identities.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "operate" / "identities.md").read_text(encoding="utf-8")
     for method, rule in ACCESS_RULES.items():
         roles = (
             "any"

@@ -113,7 +113,11 @@ async def test_an_own_algorithm_that_raises_fails_the_run_and_the_log_says_where
     failed = [event for event in logs if event["event"] == "failed"]
 
     assert outcome.state == "failed"
-    told = "too little memory (docs/scale.md lists what a learner keeps)" if fails == "memory" else "an internal error"
+    told = (
+        "too little memory (docs/operate/upgrade.md lists what a learner keeps)"
+        if fails == "memory"
+        else "an internal error"
+    )
     assert outcome.detail.endswith(f" failed: {told}; the learner's log has it")
     assert LearnerState.FAILED in [status.state for status in statuses]
     assert failed and {(event["kind"], event["round"]) for event in failed} == {(kind, 3)}

@@ -1,4 +1,4 @@
-"""The stand-alone relay, and the audit of services that are not ours: `docs/foreign.md` does what it says."""
+"""The stand-alone relay, and the audit of services that are not ours: `docs/audit/other-systems.md` does what it says."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from sottovoce_eavesdropper.capture_reader import open_capture
 from sottovoce_eavesdropper.capture_writer import CaptureWriter
 from sottovoce_eavesdropper.grpc_proxy import StandaloneProxy, StandaloneProxyConfig
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "foreign.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "audit" / "other-systems.md"
 NAMES = ("service", "runs", "decode")
 PATIENCE_S = 100.0
 ANY_SIZE = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))

@@ -24,7 +24,7 @@ from sottovoce_rpc.learner_status import LearnerState
 from tests.services.network import PATIENCE_S, Network, network
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/live.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/guides/live.md").read_text(encoding="utf-8")
 MODULES = os.path.abspath(given) if (given := os.environ.get("TEST_NODE_MODULES")) else ""
 """Folder `node_modules` that has @grpc/grpc-js and @grpc/proto-loader."""
 NAMES = ["north", "south", "east"]

@@ -396,7 +396,7 @@ def compare(
         delta: Delta of the target and of the epsilons in the results (0: that of each experiment).
         tune: Values of fields of which each experiment gets the best ones, as tuned on the held-out records, which are public;
             fields that it does not have are left out.
-        metrics: Names of metrics to compute (docs/metrics.md). Default: losses, regrets, agreement and accuracy.
+        metrics: Names of metrics to compute (docs/reference/metrics.md). Default: losses, regrets, agreement and accuracy.
         checkpoints: Numbers of rounds after which to measure; or how many, evenly spread on a logarithmic scale up to the last.
 
     Returns:

@@ -70,7 +70,7 @@ def sweep(
         changes: Values of each field; a field of a section is named by its path, with dots.
         replicas: Repetitions of each combination.
         seed: Seed of the noise.
-        metrics: Names of metrics to compute (docs/metrics.md). Default: losses, regrets, agreement and accuracy.
+        metrics: Names of metrics to compute (docs/reference/metrics.md). Default: losses, regrets, agreement and accuracy.
         checkpoints: Numbers of rounds after which to measure; or how many, evenly spread on a logarithmic scale up to the last.
         vary_data: Whether each seed partitions the records anew.
         target: Epsilon of one use of a record to which the noise of every combination is calibrated; None: as it is.

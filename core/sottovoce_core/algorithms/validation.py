@@ -14,7 +14,7 @@ from sottovoce_core.algorithms.run_context import RunWarning
 from sottovoce_core.errors import SpecError
 
 _METHODS = ("field_shapes", "init", "emit", "update", "decision", "replay", "noise_scale", "accountant")
-_DOCS_HINT = "see docs/own-algorithm.md"
+_DOCS_HINT = "see docs/guides/extending.md"
 
 
 def require_algorithm(built: object, parameters: object, dim: int) -> tuple[Algorithm[Any], tuple[RunWarning, ...]]:

@@ -163,7 +163,8 @@ class PassGlmLoss(QuadraticLoss):
         if fields.get("score_bound") is None:
             raise ValueError(
                 "score_bound must be given with history pass_glm: the largest score at which its approximation is to be "
-                "close; no score is beyond feature_bound times the radius of the decision set (docs/losses-and-sets.md, PASS-GLM)"
+                "close; no score is beyond feature_bound times the radius of the decision set "
+                "(docs/reference/losses.md, PASS-GLM)"
             )
         if fields.get("clip_norm") is not None:
             raise ValueError("clip_norm must not be given with history pass_glm: clipping needs the records")

@@ -67,7 +67,7 @@ METRICS = (
     "assembled_prequential_accuracy",
     "privacy_loss",
 )
-"""All metrics. Definitions: docs/metrics.md."""
+"""All metrics. Definitions: docs/reference/metrics.md."""
 
 OTHER_DECISIONS: Mapping[str, tuple[str, str]] = {
     "released_loss": ("released", "empirical_loss"),

@@ -1,6 +1,6 @@
 """Battery of all conformance tests: they process runs in blocks, keep little of them, and their statistics are additive.
 
-The tests and the faults that each class detects are described in docs/audit.md. To add a class of tests, write a
+The tests and the faults that each class detects are described in docs/audit/run.md. To add a class of tests, write a
 `ConformanceTest` and list it in `CONFORMANCE_TESTS`.
 """
 

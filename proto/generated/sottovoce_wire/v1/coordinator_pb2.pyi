@@ -43,7 +43,7 @@ class _ViolationKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Violati
     """A round without the signature of the block before, or an invalid signature."""
 
 class ViolationKind(_ViolationKind, metaclass=_ViolationKindEnumTypeWrapper):
-    """A breach of the exchange protocol that no correct neighbour commits, whatever fails around it (docs/misconduct.md)."""
+    """A breach of the exchange protocol that no correct neighbour commits, whatever fails around it (docs/guides/failures.md)."""
 
 VIOLATION_KIND_UNSPECIFIED: ViolationKind.ValueType  # 0
 VIOLATION_KIND_ENCODING: ViolationKind.ValueType  # 1
@@ -581,7 +581,7 @@ class RoundLease(_message.Message):
     until_round: _builtins.int
     from_round: _builtins.int
     """Replaces the epochs of rounds `from_round` to `until_round - 1` for a learner that accepts it: SHA-256 of the edges and weights of
-    these rounds (docs/topology.md). Empty: epochs describe the topology.
+    these rounds (docs/guides/topology.md). Empty: epochs describe the topology.
     """
     network_hash: _builtins.bytes
     def __init__(

@@ -208,7 +208,7 @@ class Signature(_message.Message):
     certificates: _builtins.bytes
     """Certificates of the signer, PEM, its own first."""
     signature: _builtins.bytes
-    """Over the run id and the first three fields (docs/identities.md)."""
+    """Over the run id and the first three fields (docs/operate/identities.md)."""
     def __init__(
         self,
         *,
