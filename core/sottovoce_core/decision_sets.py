@@ -95,6 +95,7 @@ class _Ball(DecisionSet):
     """All theta with a certain norm of at most `radius`; the l2 norm never exceeds that norm."""
 
     radius: Positive
+    """Bound on the norm."""
 
     def largest_norm(self, dim: int) -> float:
         return self.radius
@@ -128,7 +129,9 @@ class Box(DecisionSet):
 
     kind: Literal["box"] = "box"
     low: Finite
+    """Lower bound of each coordinate."""
     high: Finite
+    """Upper bound of each coordinate."""
 
     @model_validator(mode="after")
     def _require_not_empty(self) -> Self:
@@ -159,6 +162,7 @@ class _Simplex(DecisionSet):
 
     kind: Literal["simplex"] = "simplex"
     radius: Positive = 1.0
+    """Sum of the coordinates."""
 
     @property
     def contains_origin(self) -> bool:
@@ -205,7 +209,9 @@ class _TraceNorm(_Ball):
 
     kind: Literal["trace_norm"] = "trace_norm"
     rows: Count
+    """Rows of the matrix; with `softmax`, the classes."""
     columns: Count
+    """Columns of the matrix; with `softmax`, the features, intercept included."""
 
     @property
     def size(self) -> int:
@@ -242,7 +248,9 @@ class _Block(Section):
     """A block of the next `size` parameters and its set."""
 
     size: Count
+    """Number of parameters."""
     set: NonProductDecisionSet
+    """Decision set of these parameters."""
 
     @model_validator(mode="after")
     def _require_fitting_size(self) -> Self:
@@ -256,6 +264,7 @@ class _Product(DecisionSet):
 
     kind: Literal["product"] = "product"
     blocks: Annotated[tuple[_Block, ...], Field(min_length=1)]
+    """Blocks, in the order of the parameters; their sizes add up to the number of parameters."""
 
     @property
     def size(self) -> int:

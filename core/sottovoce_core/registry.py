@@ -7,7 +7,11 @@ built-in class, one that an installed package offers (an entry point), or `modul
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
+import itertools
+import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -62,6 +66,32 @@ class Section(BaseModel):
     def select_class(cls, fields: Mapping[str, Any]) -> type[Section]:
         """Return the class for these fields, not validated yet, where one kind has several classes."""
         return cls
+
+    @classmethod
+    def get_field_docs(cls) -> dict[str, str]:
+        """Return the docstring of each documented field: the text below it in the source."""
+        docs = dict[str, str]()
+        for base in reversed(cls.__mro__):
+            if issubclass(base, Section):
+                body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+                for field, text in itertools.pairwise(ast.iter_child_nodes(body)):
+                    match field, text:
+                        case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(doc))):
+                            docs[name] = inspect.cleandoc(doc)
+        return docs
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        described = handler(schema)
+        cls._describe_fields(handler.resolve_ref_schema(described))
+        return described
+
+    @classmethod
+    def _describe_fields(cls, schema: dict[str, Any]) -> None:
+        """Add the docstrings of the fields to a JSON schema of this section."""
+        docs = cls.get_field_docs()
+        for name in schema["properties"].keys() & docs.keys():
+            schema["properties"][name]["description"] = " ".join(docs[name].split())
 
     @model_validator(mode="before")
     @classmethod
@@ -241,6 +271,7 @@ class Registry(Generic[SectionT]):
         listed = [handler(each.__pydantic_core_schema__) for each in dict.fromkeys(classes.values())]
         for model, each in zip(dict.fromkeys(classes.values()), map(handler.resolve_ref_schema, listed), strict=True):
             each["title"] = model.__name__.removeprefix("_")
+            model._describe_fields(each)
             kind = each["properties"][self.key].get("const")
             each["required"] = list(
                 dict.fromkeys([*([] if kind == self.default else [self.key]), *each.get("required", ())])

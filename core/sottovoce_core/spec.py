@@ -172,6 +172,7 @@ class RunSpec(Section):
     name: Annotated[str, AfterValidator(_require_run_name), Field(json_schema_extra={"pattern": _RUN_NAME_PATTERN})] = (
         "run"
     )
+    """Name of the run, for folders and addresses: at most 63 letters a to z, digits, dots, hyphens and underscores."""
     rounds: Rounds
     """Number of rounds; null: until the run is stopped or a learner's budget is spent. For live records."""
     learners: (
@@ -180,24 +181,33 @@ class RunSpec(Section):
     ) = 5
     """Number of learners, or their names."""
     algorithm: AnyAlgorithm
+    """Algorithm, with its parameters."""
     loss: AnyLoss = LogisticLoss()
+    """Loss of a record."""
     decision_set: AnyDecisionSet = L2Ball(radius=100.0)
+    """Set of the decisions."""
     topology: Topology = Topology()
+    """Graph and mixing weights."""
     offline_intervals: Annotated[tuple[OfflineInterval, ...], Field(max_length=MAX_OFFLINE_INTERVALS)] = ()
     """Intervals of rounds in which learners are offline: they join late, leave early, or pause."""
     data: DataSpec = DataSpec()
+    """Records."""
     privacy: PrivacySpec = PrivacySpec()
+    """Budget of each learner."""
     clock: ClockSpec = ClockSpec()
+    """Timing of rounds."""
     capture: Literal["relay", "mirror", "wiretap", "none"] = "none"
     """relay: every edge passes through the eavesdropper, which reads it. mirror: learners copy their messages to it. wiretap:
     every edge passes through it encrypted, and only sizes and times are recorded."""
     capture_gap: Literal["mark", "fail"] = "mark"
+    """Effect of a gap in the capture. mark: the capture names it. fail: the run fails within seconds."""
     on_violation: Literal["stop", "drop", "clip"] = "stop"
     """Reaction to a neighbour that violates the protocol. stop: the run fails at once. drop: it continues without a learner that
     most of its neighbours accuse. clip: as stop, and numbers beyond those of any correct learner are clipped before use."""
     durability: Literal["process", "power"] = "power"
     """Failure that a logged message survives: kill -9 of the learner, or loss of power (fsync before every send)."""
     telemetry: TelemetrySpec = TelemetrySpec()
+    """Reports of learners beside the messages."""
 
     @property
     def is_unbounded(self) -> bool:

@@ -172,6 +172,7 @@ class _Number(_Typed):
 
     type: Literal["number"] = "number"
     bounds: _Bounds
+    """Smallest and largest value; public."""
 
     def _parse_column(self, cells: Cells, missing: MissingValues) -> _ParsedColumn:
         """Parse an array in one step: its values may all differ."""
@@ -198,6 +199,7 @@ class _Category(_Typed):
 
     type: Literal["category"] = "category"
     categories: Annotated[_Categories, Field(min_length=1)]
+    """All values that the field may have; public."""
 
     @cached_property
     def _places(self) -> Mapping[object, int]:
@@ -324,6 +326,7 @@ class Date(_Bounded):
 
     type: Literal["date"] = "date"
     bounds: _Days
+    """First and last day; public."""
 
     @property
     def _ends(self) -> tuple[float, float]:
@@ -389,6 +392,7 @@ class Label(_Typed):
     """The field to predict. It may be neither missing nor out of bounds."""
 
     name: str
+    """Name of the field."""
 
     @property
     def classes(self) -> tuple[str, ...] | None:

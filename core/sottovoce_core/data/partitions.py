@@ -98,6 +98,7 @@ class LabelPartition(Partition):
 
     kind: Literal["by_label"] = "by_label"
     iid_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Fraction of the records that is assigned at random."""
 
     def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
         """Split a random pool of the share `iid_fraction` evenly; sort the rest by label, then class, and cut it evenly."""
@@ -115,6 +116,7 @@ class DirichletPartition(Partition):
 
     kind: Literal["dirichlet"] = "dirichlet"
     concentration: Positive
+    """Concentration: small for learners with different labels."""
 
     def split(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
         """Draw shares p ~ Dirichlet(concentration, ..., concentration) of each class.

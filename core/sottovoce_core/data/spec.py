@@ -54,6 +54,7 @@ class Schema(Section):
     features: Annotated[dict[FieldName, AnyFeature], Field(min_length=1)]
     """Features by name, which is that of a column."""
     label: AnyLabel
+    """Label: its name and its type."""
     ignored: tuple[FieldName, ...] = ()
     """Fields that may be present, and are not learned."""
     missing_values: Words = ("NA", "?")
@@ -184,6 +185,7 @@ with warnings.catch_warnings():
         partition: AnyPartition = IidPartition()
         """Partition among learners; ignored if the file has a `learner` column."""
         order: Literal["given", "shuffled"] = "shuffled"
+        """Order of the records at each learner."""
         batch_size: Count | Literal["all"] = 1
         """Records per learner and round; `all`: all in round 0 (with `reuse`, in every round). For live records: the maximum that
         a round takes.

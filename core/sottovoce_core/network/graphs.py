@@ -133,7 +133,9 @@ class _Grid(Graph):
 
     kind: Literal["grid"] = "grid"
     rows: Count
+    """Number of rows."""
     columns: Count
+    """Number of columns; rows times columns is the number of learners."""
 
     def pairs(self, n: int) -> list[Edge]:
         import networkx as nx
@@ -151,8 +153,11 @@ class _RandomEdges(_Source):
     """Random graphs in which every pair is an edge with the same probability."""
 
     probability: Annotated[float, Field(gt=0, le=1)]
+    """Probability of an edge."""
     seed: NonNegativeInt = 0
+    """Seed of the graph."""
     directed: bool = False
+    """Directed edges: each direction has the probability on its own."""
 
     @property
     def advice(self) -> str:
@@ -175,8 +180,11 @@ class _WattsStrogatz(Graph):
 
     kind: Literal["watts_strogatz"] = "watts_strogatz"
     nearest: Count
+    """Number of neighbours before rewiring; even."""
     probability: Annotated[float, Field(ge=0, le=1)]
+    """Probability that an edge is rewired."""
     seed: NonNegativeInt = 0
+    """Seed of the graph."""
 
     @property
     def advice(self) -> str:
@@ -203,7 +211,9 @@ class _Edges(Graph):
 
     kind: Literal["edges"] = "edges"
     edges: Annotated[tuple[tuple[NonNegativeInt, NonNegativeInt], ...], Field(examples=[[[0, 1], [1, 2]]])]
+    """Pairs of learner indices from 0."""
     directed: bool = False
+    """Directed edges: the first of a pair sends to the second."""
 
     def to_edge_list(self, n: int) -> _Edges:
         return self
@@ -231,7 +241,9 @@ class _GraphFile(Graph):
 
     kind: Literal["file"] = "file"
     path: Path
+    """Path of the file."""
     directed: bool = False
+    """Directed edges: the first of a pair sends to the second."""
 
     @property
     def has_file(self) -> bool:
@@ -291,6 +303,7 @@ class _PeriodicGraphs(GraphSequence):
 
     kind: Literal["periodic"] = "periodic"
     graphs: Annotated[tuple[AnyGraph, ...], Field(min_length=1)]
+    """Graphs; round t has number t mod length."""
 
     @property
     def period(self) -> int:

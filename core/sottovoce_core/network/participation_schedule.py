@@ -26,8 +26,11 @@ class OfflineInterval(Section):
     """Interval in which a learner is offline: from `first_round` until before `until_round` (default: it does not return)."""
 
     learner: str
+    """Name of the learner."""
     first_round: NonNegativeInt = 0
+    """First round without the learner."""
     until_round: Count | None = None
+    """Round in which it takes part again; None: it does not."""
     missed_from_rounds: Mapping[str, NonNegativeInt] = {}
     """For each learner that received its last messages: the first round before `first_round` whose message it missed."""
 

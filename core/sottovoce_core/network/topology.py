@@ -177,8 +177,11 @@ class Topology(Section):
     """Edges and weights between learners: one graph (default: a ring), or a sequence of graphs."""
 
     graph: AnyGraph | None = None
+    """One graph for all rounds; not with `sequence`."""
     sequence: AnyGraphSequence | None = None
+    """A graph for each round; not with `graph`."""
     weights: AnyWeights = MetropolisWeights()
+    """Rule for the mixing weights."""
 
     @model_validator(mode="before")
     @classmethod

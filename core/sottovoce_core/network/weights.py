@@ -90,6 +90,7 @@ class WeightRule(Section, ABC):
 
     kind: str
     lazy: bool = False
+    """Halve the weights of neighbours, and keep the rest for the own value."""
 
     is_symmetric: ClassVar[bool] = True
     """True if an undirected graph gets symmetric weights."""
@@ -166,6 +167,7 @@ class _ConstantWeights(WeightRule):
 
     kind: Literal["constant"] = "constant"
     value: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    """Weight of each edge."""
 
     can_be_directed: ClassVar[bool] = False
     has_unbounded_row_sums: ClassVar[bool] = True
@@ -203,6 +205,7 @@ class _LaplacianWeights(WeightRule):
 
     kind: Literal["laplacian"] = "laplacian"
     step: Positive
+    """Weight of each edge."""
 
     def weigh(self, adjacency: FloatArray) -> FloatArray:
         return adjacency * self.step

@@ -67,7 +67,10 @@ class DvpSpec(AdmmSpec):
     alpha: PerLearner = 0.1
     """Privacy loss of an iteration."""
     rule: ExtraRidgeRule = "tight"
+    """Extra ridge that makes alpha hold. tight: the least that can be proved. printed: the paper's (Eq. 19), which counts
+    the Jacobian twice."""
     scale_rule: ScaleRule = "tight"
+    """tight: the exact sensitivity of a record. printed: that of the paper."""
     output_noise: float = 1e-6
     """Laplace scale of the noise on the minimiser; 0: no such noise, and the minimiser must be exact."""
 
@@ -86,7 +89,10 @@ class PvpSpec(AdmmSpec):
     alpha: PerLearner = 0.1
     """Privacy loss of an iteration."""
     variant: CentreVariant = "public"
+    """Centre of the minimiser that carries the noise. public: computed from messages alone. own_clean: with the own
+    minimiser without noise. literal: as printed."""
     scale_rule: ScaleRule = "tight"
+    """tight: the exact sensitivity of a record. printed: that of the paper."""
     final: Literal["none", "dvp"] = "none"
     """Kind of the last iteration, if it is not PVP."""
     final_alpha: PerLearner | None = None

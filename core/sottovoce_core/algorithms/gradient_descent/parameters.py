@@ -43,7 +43,9 @@ class DsgdSpec(AlgorithmSpec):
     form: Literal["adapt_then_combine", "combine_then_adapt", "consensus"] = "adapt_then_combine"
     """consensus: the gradient is taken at the own x, as in LDP-DOL."""
     step: StepSize = PowerStep(scale=1.0, exponent=0.77)
+    """Step sizes alpha_t."""
     noise: NoiseScale = PowerNoise()
+    """Scales rho_t of the noise of messages."""
 
     def build(self, context: RunContext) -> tuple[GossipDescent, tuple[RunWarning, ...]]:
         point: Point = "own" if self.form == "consensus" else "mixed"
@@ -59,10 +61,15 @@ class _NoisyDescentSpec(AlgorithmSpec):
     """Gossip gradient descent that mixes its own value with the noise of its message."""
 
     step: StepSize = PowerStep(scale=1.0)
+    """Step sizes alpha_t."""
     noise: NoiseScale = ZeroNoise()
+    """Scales rho_t of the noise of messages."""
     gradient_at: Point = "mixed"
+    """Point of the gradient: the own value, or the mean that is mixed from messages."""
     play: Point = "own"
+    """Decision of a round: the own value, or the mean that is mixed from messages."""
     adjacency: DescentAdjacency = "record_use"
+    """Privacy unit: one use of a record, or all records of a learner with any objective (Huang et al. 2015)."""
 
     def build(self, context: RunContext) -> tuple[GossipDescent, tuple[RunWarning, ...]]:
         algorithm = _descent(
@@ -111,6 +118,7 @@ class DOgdSpec(AlgorithmSpec):
 
     name: Literal["d-ogd"]
     step: StepSize = PowerStep()
+    """Step sizes alpha_t."""
 
     def build(self, context: RunContext) -> tuple[GossipDescent, tuple[RunWarning, ...]]:
         algorithm = _descent(context, self.name, self.step, ZeroNoise(), "clean", "own", "own")
@@ -160,7 +168,9 @@ class DpsrSpec(AlgorithmSpec):
 
     name: Literal["dpsr"]
     step: StepSize = PowerStep(scale=1.0)
+    """Step sizes alpha_t, before they are rescaled."""
     noise: NoiseScale = PowerNoise(sigma=math.sqrt(2.0), varsigma=0.0)
+    """Scales rho_t of the noise of messages."""
 
     def build(self, context: RunContext) -> tuple[Dpsr, tuple[RunWarning, ...]]:
         unscaled = _descent(context, self.name, self.step, self.noise, "noised", "own", "own")

@@ -26,6 +26,7 @@ class PowerStep(Section):
     scale: Positive | None = None
     """Scale of the step (None: R/G, radius of the decision set over bound on a record's gradient)."""
     exponent: Annotated[float, Field(ge=0, le=10)] = 0.5
+    """Exponent of the decay."""
 
     def build_schedule(self, context: RunContext, regularity: Regularity) -> RoundSchedule:
         radius = context.decision_set.largest_norm(context.dim)
@@ -40,7 +41,9 @@ class GeometricStep(Section):
 
     kind: Literal["geometric"]
     scale: Positive = 1.0
+    """First step."""
     ratio: Annotated[float, Field(gt=0, lt=1)]
+    """Ratio of consecutive steps."""
 
     def build_schedule(self, context: RunContext, regularity: Regularity) -> RoundSchedule:
         return partial(_geometric, self.scale, self.ratio)
@@ -51,9 +54,11 @@ class HarmonicStep(Section):
 
     kind: Literal["harmonic"]
     scale: Positive = 1.0
+    """Factor of the step."""
     mu: Positive | None = None
     """Strong convexity (None: the loss's ridge)."""
     shift: Positive = 1.0
+    """Rounds added to t."""
 
     def build_schedule(self, context: RunContext, regularity: Regularity) -> RoundSchedule:
         mu = self.mu or regularity.ridge
@@ -86,7 +91,9 @@ class PowerNoise(Section):
 
     kind: Literal["power"] = "power"
     sigma: PerLearner = 1.0
+    """Size sigma of the noise; 0: no noise."""
     varsigma: PerLearner = 0.1
+    """Growth of the noise, in [-1, 1]."""
 
     def build_schedules(
         self, context: RunContext, regularity: Regularity, steps: tuple[RoundSchedule, ...]
@@ -105,6 +112,7 @@ class _ScaledNoise(Section):
     """Noise with a start scale."""
 
     scale: PerLearner
+    """Scale in the first round."""
 
     def scale_by(self, factors: tuple[float, ...]) -> Self:
         return self.model_copy(update={"scale": multiply_per_learner(self.scale, factors)})
@@ -115,6 +123,7 @@ class GeometricNoise(_ScaledNoise):
 
     kind: Literal["geometric"] = "geometric"
     ratio: Annotated[float, Field(gt=0, lt=1)]
+    """Ratio of consecutive scales."""
 
     def build_schedules(
         self, context: RunContext, regularity: Regularity, steps: tuple[RoundSchedule, ...]
@@ -141,7 +150,9 @@ class CalibratedNoise(Section):
 
     kind: Literal["calibrated"] = "calibrated"
     epsilon: PerLearner = 1.0
+    """Privacy loss of a record in the first message that it influences."""
     charged: Literal["once", "every_round"] = "once"
+    """once: a record costs epsilon where it influences one message. every_round: epsilon is shared by all rounds."""
 
     def build_schedules(
         self, context: RunContext, regularity: Regularity, steps: tuple[RoundSchedule, ...]

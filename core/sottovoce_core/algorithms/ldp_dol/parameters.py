@@ -32,12 +32,19 @@ class LdpDolSpec(AlgorithmSpec):
 
     name: Literal["ldp-dol"]
     lam0: float = 1.0
+    """Step size in round t: lam0/(t+1)^v."""
     v: float = 0.77
+    """Exponent of the step size, in (1/2, 1)."""
     gam0: float = 1.0
+    """Coupling in round t: gam0/(t+1)^u."""
     u: float = 0.65
+    """Exponent of the coupling, in (1/2, 1)."""
     sigma: PerLearner = 1.0
+    """Size of the noise: its scale in round t is sigma/sqrt(2) (t+1)^varsigma."""
     varsigma: PerLearner = 0.1
+    """Growth of the noise, in [0, 1/2)."""
     accounting: AccountingMode = "best"
+    """Bound on the sensitivity. best: the least of those that apply to the loss."""
 
     def build(self, context: RunContext) -> tuple[LdpDol, tuple[RunWarning, ...]]:
         topology = context.full_fixed_network
