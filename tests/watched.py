@@ -1,6 +1,6 @@
 """Runs under watch whose noise is broken in a stated way, and how many rounds it takes to see it.
 
-`python -m tests.watched` prints the table of docs/audit/monitoring.md.
+`python -m tests.watched` prints the table of docs/developers/sequential-tests.md.
 """
 
 from __future__ import annotations
