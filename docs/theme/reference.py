@@ -13,8 +13,12 @@ from typing import Any, Literal, get_args, get_origin
 import typer
 
 from sottovoce_client.cli.app import app
+from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
 from sottovoce_core.registry import Registry, Section
 from sottovoce_core.spec import RunSpec
+from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
+from sottovoce_learner.metrics import CATALOGUE as LEARNER
+from sottovoce_rpc.metrics import COMMON_METRICS
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
 MARKER = "<!-- Generated below this line: python docs/theme/reference.py -->\n"
@@ -30,9 +34,9 @@ FAMILIES = {
 
 def write_pages() -> None:
     """Write the generated part of each page."""
-    for name, lines in (("spec.md", describe_spec()), ("commands.md", describe_commands())):
+    for name, lines in PAGES.items():
         path = REFERENCE / name
-        path.write_text(read_head(path) + "\n".join(lines), encoding="utf-8")
+        path.write_text(read_head(path) + "\n".join(lines()), encoding="utf-8")
 
 
 def read_head(path: Path) -> str:
@@ -278,6 +282,24 @@ def _format_option_default(option: Any) -> str:
     return _code(str(getattr(option.default, "value", option.default)))
 
 
+# ---- metrics of services ---------------------------------------------------------------------------------------------
+
+
+def describe_service_metrics() -> Iterator[str]:
+    """Yield the lines of all metrics, by service."""
+    for title, kind in (("All services", COMMON_METRICS), ("Learner", LEARNER), ("Coordinator", COORDINATOR)):
+        yield from _describe_metrics(title, kind)
+    yield from _describe_metrics("Eavesdropper", EAVESDROPPER)
+
+
+def _describe_metrics(title: str, kind: Any) -> Iterator[str]:
+    yield f"\n## {title}\n"
+    yield from ["| metric | labels | meaning |", "|---|---|---|"]
+    yield from (
+        f"| {_code(each.name)} | {', '.join(each.labels)} | {_flatten(each.description)} |" for each in kind.metrics
+    )
+
+
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +319,13 @@ def _escape(text: str) -> str:
     parts[::2] = [part.replace("<", "&lt;").replace("*", r"\*") for part in parts[::2]]
     return "".join(parts)
 
+
+PAGES = {
+    "spec.md": describe_spec,
+    "commands.md": describe_commands,
+    "service-metrics.md": describe_service_metrics,
+}
+"""Generated pages."""
 
 if __name__ == "__main__":
     write_pages()

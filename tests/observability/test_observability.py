@@ -131,7 +131,7 @@ def test_every_alert_is_tried_and_told_of() -> None:
 
 
 def test_the_page_has_all_metrics() -> None:
-    page = (CHECKOUT / "docs" / "operate" / "observability.md").read_text(encoding="utf-8")
+    page = (CHECKOUT / "docs" / "reference" / "service-metrics.md").read_text(encoding="utf-8")
     for kind in (COMMON_METRICS, LEARNER, COORDINATOR, EAVESDROPPER):
         for each in kind.metrics:
             assert f"| `{each.name}` | {', '.join(each.labels)} | {each.description} |" in page
