@@ -18,7 +18,9 @@ from sottovoce_core.registry import Registry, Section
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
+from sottovoce_rpc.access import ACCESS_RULES
 from sottovoce_rpc.metrics import COMMON_METRICS
+from sottovoce_rpc.principals import Role
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
 MARKER = "<!-- Generated below this line: python docs/theme/reference.py -->\n"
@@ -300,6 +302,18 @@ def _describe_metrics(title: str, kind: Any) -> Iterator[str]:
     )
 
 
+# ---- permissions -----------------------------------------------------------------------------------------------------
+
+
+def describe_access() -> Iterator[str]:
+    """Yield the lines of the table of methods and the roles that may call them."""
+    yield from ["\n| method | roles | condition | other domain |", "|---|---|---|---|"]
+    for method, rule in ACCESS_RULES.items():
+        everyone = rule.roles == set(Role) - {Role.MONITOR}
+        roles = "any" if everyone else ", ".join(role for role in Role if role in rule.roles)
+        yield f"| {_code(method.split('.')[-1])} | {roles} | {rule.condition} | {rule.foreign or 'not allowed'} |"
+
+
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +335,7 @@ def _escape(text: str) -> str:
 
 
 PAGES = {
+    "access.md": describe_access,
     "spec.md": describe_spec,
     "commands.md": describe_commands,
     "service-metrics.md": describe_service_metrics,

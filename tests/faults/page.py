@@ -17,7 +17,7 @@ By `{command}`; this page is written by that command. What is promised rests on
 Each try is a run of three learners, a coordinator with `--state` and an eavesdropper that relays, in a process each, which lasts
 about {seconds:g} s by itself. One thing goes wrong in it, at a moment and to a victim by chance. Half of the tries have a free
 clock, half a paced one. In half of them all processes have identities, channels are encrypted, and learners
-[sign](identities.md#what-is-signed) what they say. In half of them the noise is the operating system's; in the other half it
+[sign](identities.md#signatures) what they say. In half of them the noise is the operating system's; in the other half it
 follows from a seed, and then every message must be that of an undisturbed run, to the last bit; or, where who takes part or who
 is waited for changes, that of the simulator by the spec as it is in the end, to rounding.
 

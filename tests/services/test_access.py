@@ -255,18 +255,6 @@ async def test_who_feeds_is_told_at_once_that_a_learner_is_another_one(
     assert told.startswith(f"waiting for ann at {at}: another service is there: its certificate names another one")
 
 
-def test_the_page_shows_the_table() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "operate" / "identities.md").read_text(encoding="utf-8")
-    for method, rule in ACCESS_RULES.items():
-        roles = (
-            "any"
-            if rule.roles == set(Role) - {Role.MONITOR}
-            else ", ".join(role for role in Role if role in rule.roles)
-        )
-        foreign = rule.foreign or "nobody"
-        assert f"| `{method.split('.')[-1]}` | {roles} | {rule.condition} | {foreign} |" in page, method
-
-
 @pytest.mark.parametrize(
     ("capture", "relayed", "whom"),
     [
