@@ -1,4 +1,4 @@
-"""Write docs/reference/chart.md anew from the comments of the chart's values.yaml: `python -m tests.deploy_chart`."""
+"""Write the values in docs/reference/chart.md anew, from the comments of the chart's values.yaml: `python -m tests.deploy_chart`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,8 @@ from tests.deploy_chart.rendering import CHART
 
 PAGE = CHART.parents[2] / "docs" / "reference" / "chart.md"
 KEY = re.compile(r"( *)(\w+):( .+)?")
-OPENING = """\
-# Helm chart
-
-This page lists all values of the chart `deploy/helm/sottovoce`, for those who [deploy on Kubernetes](../operate/deploy.md). The chart
-refuses any other value (`values.schema.json`). It needs Kubernetes 1.29 or later.
-
-`sottovoce spec values SPEC` prints `learners`, `edges`, `capture` and `elsewhere` for a run spec.
-"""
+HEADING = "## Values\n"
+"""The heading from which on the page is generated."""
 
 
 class Entry(NamedTuple):
@@ -51,7 +45,7 @@ def value_at(values: Any, path: str) -> str:
 
 
 def render(text: str) -> str:
-    """Render the page: a table of the values at the top level, then one for each section.
+    """Render the tables of the page: the values at the top level, then those of each section.
 
     Raises:
         ValueError: a value has no comment, and the same value of `learner` has none.
@@ -68,8 +62,8 @@ def render(text: str) -> str:
             raise ValueError(f"values.yaml must explain every value in a comment above it, {path} has none")
         meaning = comment or f"As `learner.{name}`."
         tables[section if dot else ""].append(f"| `{path}` | `{value_at(values, path)}` | {meaning} |")
-    return OPENING + "".join(
-        "\n".join(["", f"## `{section}`" if section else "## The release", ""])
+    return "".join(
+        "\n".join(["", f"### `{section}`" if section else "### The release", ""])
         + (f"\n{comments[section]}\n" if comments.get(section) else "")
         + "\n".join(["", "| value | default | meaning |", "|---|---|---|", *rows, ""])
         for section, rows in tables.items()
@@ -77,4 +71,6 @@ def render(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render((CHART / "values.yaml").read_text(encoding="utf-8")), encoding="utf-8")
+    opening = PAGE.read_text(encoding="utf-8").partition(HEADING)[0]
+    values = render((CHART / "values.yaml").read_text(encoding="utf-8"))
+    PAGE.write_text(opening + HEADING + values, encoding="utf-8")

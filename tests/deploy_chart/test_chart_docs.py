@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import pytest
 import yaml
 
-from tests.deploy_chart.__main__ import PAGE, entries, render
+from tests.deploy_chart.__main__ import HEADING, PAGE, entries, render
 from tests.deploy_chart.rendering import CHART, helm, merged
+from tests.docs.pages import blocks, text_of
 
 VALUES = (CHART / "values.yaml").read_text(encoding="utf-8")
-HOW_TO = CHART.parents[2] / "docs" / "operate" / "deploy.md"
-EXAMPLE = re.compile(r"^ *`(\w+\.yaml)`.*:\n\n( *)```yaml\n(.*?)^\2```", re.MULTILINE | re.DOTALL)
 
 
 def test_the_page_has_every_value_with_its_default() -> None:
-    assert PAGE.read_text(encoding="utf-8") == render(VALUES), "python -m tests.deploy_chart writes it anew"
+    assert PAGE.read_text(encoding="utf-8").partition(HEADING)[2] == render(VALUES), "python -m tests.deploy_chart writes it anew"
 
 
 def _paths(values: object, place: str = "") -> Iterator[str]:
@@ -41,8 +39,8 @@ def test_a_value_that_no_comment_explains_is_refused() -> None:
 
 def test_the_values_that_the_page_shows_are_taken() -> None:
     """Each of its examples, with what `sottovoce spec values` would add."""
-    shown = {name: yaml.safe_load(text) for name, _, text in EXAMPLE.findall(HOW_TO.read_text(encoding="utf-8"))}
-    one, north = shown["mine.yaml"], shown["north.yaml"]
+    shown = {block.file: block.text for block in blocks(text_of("docs/operate/deploy.md"))}
+    one, north = (yaml.safe_load(shown[name]) for name in ("mine.yaml", "north.yaml"))
     assert helm("template", values=one).returncode == 0
     identity = {"identities": one["identities"]}
     said = helm("template", values=merged(identity, north, {"edges": [["north", "east"]]}))
