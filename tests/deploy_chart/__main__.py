@@ -1,4 +1,4 @@
-"""Write the values in docs/reference/chart.md anew, from the comments of the chart's values.yaml: `python -m tests.deploy_chart`."""
+"""Write the values in docs/reference/chart.md anew, from the comments of values.yaml: `python -m tests.deploy_chart`."""
 
 from __future__ import annotations
 

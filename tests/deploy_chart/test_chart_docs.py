@@ -15,7 +15,9 @@ VALUES = (CHART / "values.yaml").read_text(encoding="utf-8")
 
 
 def test_the_page_has_every_value_with_its_default() -> None:
-    assert PAGE.read_text(encoding="utf-8").partition(HEADING)[2] == render(VALUES), "python -m tests.deploy_chart writes it anew"
+    assert PAGE.read_text(encoding="utf-8").partition(HEADING)[2] == render(VALUES), (
+        "python -m tests.deploy_chart writes it anew"
+    )
 
 
 def _paths(values: object, place: str = "") -> Iterator[str]:
