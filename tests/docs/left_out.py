@@ -91,6 +91,7 @@ NOT_RUN: dict[str, dict[str, Why]] = {
     },
     "docs/operate/backup.md": {
         "cp -a": Why.YOURS,
+        "docker": Why.DOCKER,
         "sottovoce ledger": Why.YOURS,
         "sottovoce rebind": Why.ELSEWHERE,
         "sottovoce run": Why.ELSEWHERE,
