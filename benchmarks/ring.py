@@ -418,7 +418,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="event loop of services and floor; installed (default): uvloop for services if installed, asyncio for the floor",
     )
     parser.add_argument(
-        "--no-event-engine", action="store_true", help="services with GRPC_EXPERIMENTS as in deploy/README.md"
+        "--no-event-engine", action="store_true", help="services with GRPC_EXPERIMENTS as in benchmarks/README.md"
     )
     parser.add_argument("--floor", type=Path, default=FLOOR, help="script of the floor (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="folder of logs and captures (default: a temporary one)")

@@ -1,57 +1,48 @@
-"""What the page on Kubernetes says of values is what the chart has."""
+"""What the pages on Kubernetes say of values is what the chart has."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
+import pytest
 import yaml
 
-from tests.deploy_chart.rendering import CHART
+from tests.deploy_chart.__main__ import HEADING, PAGE, entries, render
+from tests.deploy_chart.rendering import CHART, helm, merged
+from tests.docs.pages import blocks, text_of
 
-PAGE = CHART.parents[2] / "docs" / "operate" / "deploy.md"
-ROW = re.compile(r"^\| `([\w.*]+)` \| (.*?) \| .*\|$", re.MULTILINE)
-SHARED = ("learner", "coordinator", "eavesdropper")
-
-
-def _leaves(values: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        path = f"{place}.{key}" if place else key
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, path)
-        else:
-            yield path, value
+VALUES = (CHART / "values.yaml").read_text(encoding="utf-8")
 
 
-def _documented() -> Iterator[tuple[str, Any]]:
-    """Each value with its default; of those that stand there for all services, one for each."""
-    text = PAGE.read_text(encoding="utf-8")
-    for path, cell in ROW.findall(text[text.index("## Values") :]):
-        defaults = [yaml.safe_load(each) for each in re.findall(r"`([^`]*)`", cell)]
-        if not path.startswith("*"):
-            (default,) = defaults
-            yield path, default
-            continue
-        spread = defaults * len(SHARED) if len(defaults) == 1 else defaults
-        for role, default in zip(SHARED, spread, strict=True):
-            yield path.replace("*", role), default
+def test_the_page_has_every_value_with_its_default() -> None:
+    assert PAGE.read_text(encoding="utf-8").partition(HEADING)[2] == render(VALUES), (
+        "python -m tests.deploy_chart writes it anew"
+    )
 
 
-def test_every_value_is_explained_with_its_default() -> None:
-    documented = list(_documented())
-    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+def _paths(values: object, place: str = "") -> Iterator[str]:
+    for key, value in values.items() if isinstance(values, dict) else ():
+        yield f"{place}{key}"
+        yield from _paths(value, f"{place}{key}.")
 
-    assert dict(documented) == dict(_leaves(values))
-    assert len(dict(documented)) == len(documented)
+
+def test_every_value_is_read() -> None:
+    """Line by line as many keys are found as PyYAML finds, but for those within a value."""
+    found = list(entries(VALUES))
+    leaves = tuple(f"{entry.path}." for entry in found if entry.is_leaf)
+    paths = [path for path in _paths(yaml.safe_load(VALUES)) if not path.startswith(leaves)]
+    assert [entry.path for entry in found] == paths
+
+
+def test_a_value_that_no_comment_explains_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"image\.colour has none"):
+        render(VALUES.replace("image:\n", "image:\n  colour: red\n"))
 
 
 def test_the_values_that_the_page_shows_are_taken() -> None:
-    """Its first example, with what `sottovoce spec values` would add."""
-    from tests.deploy_chart.rendering import helm, merged
-
-    shown = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    one, north = (yaml.safe_load(each) for each in shown if "domain: ward.example" in each and "state:" not in each)
+    """Each of its examples, with what `sottovoce spec values` would add."""
+    shown = {block.file: block.text for block in blocks(text_of("docs/operate/deploy.md"))}
+    one, north = (yaml.safe_load(shown[name]) for name in ("mine.yaml", "north.yaml"))
     assert helm("template", values=one).returncode == 0
     identity = {"identities": one["identities"]}
     said = helm("template", values=merged(identity, north, {"edges": [["north", "east"]]}))

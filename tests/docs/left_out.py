@@ -89,8 +89,18 @@ NOT_RUN: dict[str, dict[str, Why]] = {
     "docs/index.md": {
         "python3 -m venv": Why.NEWCOMER,
     },
+    "docs/operate/backup.md": {
+        "cp -a": Why.YOURS,
+        "docker": Why.DOCKER,
+        "sottovoce ledger": Why.YOURS,
+        "sottovoce rebind": Why.ELSEWHERE,
+        "sottovoce run": Why.ELSEWHERE,
+        "sottovoce transcript": Why.YOURS,
+    },
     "docs/operate/deploy.md": {
         "docker": Why.DOCKER,
+        "chown": Why.ROOT,
+        "sottovoce doctor": Why.ELSEWHERE,
         "sottovoce learner --host": Why.ELSEWHERE,
         "helm": Why.KUBERNETES,
         "kubectl": Why.KUBERNETES,
@@ -101,6 +111,7 @@ NOT_RUN: dict[str, dict[str, Why]] = {
         "cp ": Why.ROOT,
         "install": Why.ROOT,
         "systemctl": Why.ROOT,
+        "journalctl": Why.ROOT,
     },
     "docs/operate/identities.md": {
         "sottovoce coordinator": Why.ELSEWHERE,

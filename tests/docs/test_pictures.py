@@ -13,7 +13,8 @@ from tests.docs.commands import mistake, named
 from tests.docs.pages import CHECKOUT, text_of
 
 pictures = pytest.importorskip("tests.docs.pictures", reason="pictures are taken by Playwright")
-SHOWN = re.compile(r"!\[[^\]]*\]\((?:docs/|\.\./)?images/([\w.-]+)\)")
+SHOWN = re.compile(r"!\[[^\]]*\]\((?:(?:\.\./)?docs/|\.\./)?images/([\w.-]+)\)")
+SHOWING = [CHECKOUT / "README.md", CHECKOUT / "benchmarks" / "README.md", *CHECKOUT.glob("docs/**/*.md")]
 PICTURES = sorted(path.name for path in pictures.IMAGES.iterdir() if path.is_file())
 
 
@@ -23,7 +24,7 @@ def test_every_picture_can_be_made_again() -> None:
 
 
 def test_every_picture_is_shown() -> None:
-    pages = [path.relative_to(CHECKOUT).as_posix() for path in [CHECKOUT / "README.md", *CHECKOUT.glob("docs/**/*.md")]]
+    pages = [path.relative_to(CHECKOUT).as_posix() for path in SHOWING]
     assert sorted({name for page in pages for name in SHOWN.findall(text_of(page))}) == PICTURES
 
 

@@ -252,7 +252,7 @@ def commanded(*arguments: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 async def test_a_learner_is_moved_and_restored_as_the_page_says(tmp_path: Path) -> None:
-    """docs/operate/deploy.md: moved within its run, which goes on; the folder that it left, and a backup, do not speak again."""
+    """docs/operate/backup.md: moved within its run, which goes on; the folder that it left, and a backup, do not speak again."""
     old, new = tmp_path / "old", tmp_path / "new"
     spec = small_spec(150, ["ann", "ben"], clock={"mode": "paced", "period_s": 0.05, "deadline_s": 100.0})
     begun = asyncio.Event()

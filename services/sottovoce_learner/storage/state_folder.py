@@ -120,8 +120,7 @@ class FileGuard:
             raise CorruptStateError(
                 f"the state folder must stay where it is while its learner runs, and {self._path} was deleted, moved, replaced "
                 "or cut: nothing more is sent. Stop the learner, and start it again when the folder is restored; where it "
-                "is lost, charge what `sottovoce runs show` reports to a new one "
-                "(docs/operate/deploy.md#backup-restore-and-move-of-a-learner)"
+                "is lost, charge what `sottovoce runs show` reports to a new one (docs/operate/backup.md)"
             )
 
 

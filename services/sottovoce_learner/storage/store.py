@@ -317,7 +317,7 @@ class Ledger:
                     f"got {known_rounds} of {each.rounds} "
                     f"in run {each.run_id}: the state folder was set back or is a new one, and lacks spent epsilon. Restore the "
                     "newest folder; where it is lost, charge what was spent since: stop the learner, `sottovoce ledger "
-                    f"repair {self.folder} --learner {learner} --charge EPSILON`, start it"
+                    f"--repair --state {self.folder} --learner {learner} --charge EPSILON`, start it"
                 )
 
     def list_learners(self) -> list[str]:
