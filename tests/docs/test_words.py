@@ -7,6 +7,7 @@ from typing import get_args
 
 import typer
 
+import sottovoce
 from sottovoce_client.cli.app import app
 from sottovoce_core.algorithms import ALGORITHMS
 from sottovoce_core.auditing.verdict import VerdictKind
@@ -17,6 +18,7 @@ ENTRY = re.compile(r"^## (.+)$", re.MULTILINE)
 ROW = re.compile(r"^\| (?!I want to|---)(.+?) \| (.*?) ?\| (.*?) ?\|$", re.MULTILINE)
 CODE = re.compile(r"`([^`]+)`")
 BOLD_CELL = re.compile(r"^\| \*\*([\w-]+)\*\* \|", re.MULTILINE)
+DIRECTIVE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 LINK = re.compile(r"\]\([^)]+\)")
 
 
@@ -69,3 +71,10 @@ def test_every_algorithm_is_where_one_chooses_and_no_other() -> None:
     listed = text_of("docs/reference/algorithms.md").split("## All of them")[1].split("\n## ")[0]
     rows = [line.split("|")[1] for line in listed.splitlines() if line.startswith("| `")]
     assert sorted(CODE.findall(" ".join(rows))) == sorted(ALGORITHMS.built_in_classes)
+
+
+def test_every_public_name_of_the_package_is_in_the_python_reference() -> None:
+    """Under its own path, or in a module that the pages list as a whole."""
+    listed = [name for path in CHECKOUT.glob("docs/api/*.md") for name in DIRECTIVE.findall(path.read_text("utf-8"))]
+    paths = {name: f"{module}.{name}" for module, names in sottovoce._MODULES.items() for name in names}
+    assert [name for name, path in paths.items() if path not in listed and path.rpartition(".")[0] not in listed] == []
