@@ -23,7 +23,7 @@ const intake = await new Promise((resolve, reject) =>
 const { data } = JSON.parse(intake.spec);
 const { features: fields, label } = data.schema;
 
-// The encoding of docs/guides/data.md, for fields of these two types and no missing values.
+// The encoding of docs/reference/data.md, for fields of these two types and no missing values.
 const scale = ([low, high], value) => {
   if (!(low <= value && value <= high)) throw new Error("a number is outside its bounds");
   return (2 * (value - low)) / (high - low) - 1;

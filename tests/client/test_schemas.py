@@ -398,11 +398,12 @@ def test_canaries_of_a_schema_are_kept_whole(prepared: PreparedRun, folder: Path
 def test_the_page_shows_what_is(folder: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "guides" / "data.md").read_text(encoding="utf-8")
     files = re.findall(r"^`(\S+)`:\n\n```\w+\n(.*?)```", page, re.MULTILINE | re.DOTALL)
-    assert [name for name, _ in files] == ["wards.csv", "schema.yaml", "spec.yaml"]
+    assert [name for name, _ in files] == ["patients.csv", "schema.yaml"]
     for name, text in files:
         (folder / name).write_text(text, encoding="utf-8")
-    (shown,) = re.findall(r"On these records:\n\n```text\n(.*?)```", page, re.DOTALL)
-    assert told("data", "describe", "wards.csv", "--schema", "schema.yaml") == " ".join(shown.split())
-    assert "valid" in told("spec.yaml", group="spec check")
-    told("spec.yaml", "--out", "out", group="simulate")
+    (shown,) = re.findall(r"```text\n( field .*?not protected\.)", page, re.DOTALL)
+    assert told("data", "describe", "patients.csv", "--schema", "schema.yaml") == " ".join(shown.split())
+    told("patients.csv", "--schema", "schema.yaml", "--learners", "north,east,south", group="init")
+    assert "valid" in told("patients.yaml", group="spec check")
+    told("patients.yaml", "--out", "out", group="simulate")
     assert (folder / "out" / "results.parquet").is_file()

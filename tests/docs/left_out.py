@@ -54,6 +54,7 @@ NOT_RUN: dict[str, dict[str, Why]] = {
     },
     "docs/guides/data.md": {
         "sottovoce data fetch": Why.DOWNLOADS,
+        "sottovoce data describe mushrooms": Why.DOWNLOADS,
         "sottovoce demo --data mushrooms": Why.DOWNLOADS,
         "sottovoce init public.csv": Why.YOURS,
     },
@@ -73,10 +74,10 @@ NOT_RUN: dict[str, dict[str, Why]] = {
         "sottovoce feed 'kafka://broker": Why.BROKER,
         "sottovoce up": Why.GOES_ON,
         "grpcurl": Why.OTHERS,
-        "pip install": Why.INSTALLED,
     },
     "docs/guides/models.md": {
-        "sottovoce": Why.GOES_ON,
+        "sottovoce predict": Why.GOES_ON,
+        "sottovoce models export 127": Why.GOES_ON,
     },
     "docs/guides/python.md": {
         "sottovoce simulate": Why.TWICE,
