@@ -151,7 +151,7 @@ def plot(
     if axis.omission_note:
         typer.echo(axis.omission_note, err=True)
     folder = make_results_folder("plot", out, ["plot.html"])
-    Page("plot.html.j2", figures, {"figures": figures}).write(folder / "plot.html")
+    Page("plot.html.j2", figures, {"figures": figures, "axis": axis}).write(folder / "plot.html")
     print(f"{folder}: plot.html")
     more = [path.name for path in export_files(folder, formats, results, figures)]
     names = [each.name for each in figures]

@@ -47,6 +47,7 @@ class PlotMark:
         is_reference: True for a curve that others are compared with.
         fill: Opacity of dots.
         image: `(rows, columns, 4)` colours with their opacity.
+        panel: Name of the panel of a page that highlights the mark; empty: the mark is in every panel.
     """
 
     kind: MarkKind
@@ -62,6 +63,7 @@ class PlotMark:
     is_reference: bool = False
     fill: float = 1.0
     image: NDArray[np.uint8] | None = None
+    panel: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,16 @@ def make_range_band(rows: FloatArray, name: str, colour: str) -> list[PlotMark]:
     if np.isinf(high).any() or np.array_equal(high, low, equal_nan=True):
         return [top]
     return [make_band(kept + 1, low, high, colour), top]
+
+
+def spread_labels(heights: Sequence[float], gap: float, top: float) -> list[float]:
+    """Move labels at ascending heights apart, so that neighbours differ by at least `gap`, and below `top` where they fit."""
+    placed = list(heights)
+    for k in range(1, len(placed)):
+        placed[k] = max(placed[k], placed[k - 1] + gap)
+    for k in reversed(range(len(placed))):
+        placed[k] = min(placed[k], top - gap * (len(placed) - 1 - k))
+    return placed
 
 
 # ---- views -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from sottovoce_client.reports.plot_elements import (
     BLUE,
     FAINT,
     GREEN,
-    PALETTE,
     RED,
     RULE,
     Axis,
@@ -55,9 +54,19 @@ _MAX_FIGURE_POINTS = 4800
 LEVEL_TITLES = {"record_use": "One use of the record replaced", "record": "All uses of the record replaced"}
 
 
+def is_single_use(summary: RunSummary) -> bool:
+    """Return whether every record was used at most once, so that both levels have the same epsilon."""
+    return all(each.epsilon_record_use == each.epsilon_record for each in summary.learners)
+
+
+def get_level_titles(summary: RunSummary) -> dict[str, str]:
+    """Return the levels that differ in this run, with the titles of their figures."""
+    return {"record": "One record replaced"} if is_single_use(summary) else LEVEL_TITLES
+
+
 def build_run_figures(summary: RunSummary) -> list[Figure]:
     """Build all figures of a report, in their order; a figure without data is empty."""
-    losses = [_losses(summary, level, title) for level, title in LEVEL_TITLES.items()]
+    losses = [_losses(summary, level, title) for level, title in get_level_titles(summary).items()]
     messages = (
         []
         if summary.capture is None or not summary.capture.sender_values.size
@@ -70,13 +79,13 @@ def build_run_figures(summary: RunSummary) -> list[Figure]:
 
 
 def _learner_lines(names: Sequence[str], points: Sequence[tuple[FloatArray, FloatArray]]) -> list[PlotMark]:
-    """Make a line for every learner: each in its colour if they are few, else all thin and of one colour."""
-    few = len(names) <= len(PALETTE)
+    """Make a line for every learner: each in a panel of its own if they are few, else all thin and of one colour."""
+    few = len(names) <= _MAX_LABELLED_LEARNERS
     kept = [select_evenly(len(x), max(25, _MAX_FIGURE_POINTS // len(names))) for x, _ in points]
     points = [(x[k], y[k]) for k, (x, y) in zip(kept, points, strict=True)]
     return [
-        make_line(x, y, name, PALETTE[i] if few else BLUE, width=1.8 if few else 1.0)
-        for i, (name, (x, y)) in enumerate(zip(names, points, strict=True))
+        make_line(x, y, name, BLUE, width=1.8 if few else 1.0, panel=name if few else "")
+        for name, (x, y) in zip(names, points, strict=True)
     ]
 
 
@@ -138,6 +147,7 @@ def _budget(summary: RunSummary) -> Figure:
     curves = {
         kind: stack_curves([getattr(each, f"epsilon_{kind}_curve") for each in summary.learners], rounds)
         for kind in ("paper", "record", "record_use")
+        if kind != "record_use" or not is_single_use(summary)
     }
     budgets = [learner.epsilon_limit for learner in summary.learners if learner.epsilon_limit is not None]
     limit = min(budgets, default=math.inf)
@@ -161,7 +171,7 @@ def build_budget_figure(title: str, curves: dict[str, FloatArray], marks: Sequen
     logarithmic = len(ends) > 1 and max(ends) > 8 * min(ends)
     made = [mark for each in drawn.values() for mark in each]
     views = make_scale_views(make_round_axis(), "cumulative ε", logarithmic=logarithmic)
-    return Figure("budget", title, [*made, *marks] if made else (), views)
+    return Figure("budget", title, [*made, *marks] if made else (), views, has_end_labels=True)
 
 
 # ---- the capture -----------------------------------------------------------------------------------------------------
@@ -236,7 +246,7 @@ def _graph(summary: RunSummary) -> Figure:
         marks.append(make_dots(x[[k]], y[[k]], ": ".join(label), BLUE, width=18.0 if few else 11.0, fill=fill))
     view = PlotView("", Axis("", low=-1.9, high=1.9), Axis("", low=-1.4, high=1.4))
     text = f"{pluralize(n, 'learner')}, {pluralize(len(both) + len(one_way), 'edge')}"
-    return Figure("graph", "Who sends to whom", marks if n else (), (view,), 330, _graph_table(summary), text)
+    return Figure("graph", "Who sends to whom", marks if n else (), (view,), 330, _graph_table(summary), text, is_table_beside=few)
 
 
 def _graph_table(summary: RunSummary) -> PageTable:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sottovoce_client.formatting import (
@@ -25,10 +25,11 @@ from sottovoce_client.formatting import (
 from sottovoce_client.reports.page import Page, PageColumn, PageTable
 from sottovoce_client.reports.run_figures import (
     EPSILON_STYLES,
-    LEVEL_TITLES,
     MAX_HEATMAP_SHAPE,
     build_run_figures,
+    get_level_titles,
     has_visible_signal,
+    is_single_use,
 )
 from sottovoce_client.runs.summary import LearnerSummary, ObservedPrivacyLoss, RunSummary
 from sottovoce_core.privacy.guarantee import WEAK_EPSILON, combine_epsilons
@@ -45,6 +46,11 @@ _STATEMENTS = {
 }
 """Titles of the statements at the top of the page."""
 
+
+def _format_limit(limit: float | None) -> str:
+    return "none" if limit is None else format_number(limit)
+
+
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str], str], ...] = (
     ("records", "held", format_count, "records"),
     ("records", "most uses", format_count, "max_uses"),
@@ -54,7 +60,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str], str], ...] = (
     ("sent", "messages", format_count, "messages"),
     ("sent", "bytes", format_bytes, "bytes"),
     ("budget", "spent", format_number, "epsilon_spent"),
-    ("budget", "limit", lambda value: "none" if value is None else format_number(value), "epsilon_limit"),
+    ("budget", "limit", _format_limit, "epsilon_limit"),
     ("claimed ε", "paper", format_number, "epsilon_paper"),
     ("claimed ε", "record use", format_number, "epsilon_record_use"),
     ("claimed ε", "record", format_number, "epsilon_record"),
@@ -95,7 +101,12 @@ def build_run_page(summary: RunSummary) -> Page:
     }
     return Page(
         "run.html.j2",
-        [*build_run_figures(summary), _learners(summary), build_assumption_table(summary.guarantee.constants)],
+        [
+            *build_run_figures(summary),
+            _learners(summary),
+            _learners_in_full(summary),
+            build_assumption_table(summary.guarantee.constants),
+        ],
         values,
     )
 
@@ -112,27 +123,55 @@ def build_assumption_table(constants: Sequence[tuple[str, Any, str]]) -> PageTab
 
 
 def _learners(summary: RunSummary) -> PageTable:
-    columns = [PageColumn(head, show, group=group) for group, head, show, _ in COLUMNS]
-    for level in LEVEL_TITLES:
+    """Tabulate for each learner what a reader asks first."""
+    columns = (
+        PageColumn("learner"),
+        PageColumn("records", format_count),
+        PageColumn("test accuracy", format_percent),
+        PageColumn("own accuracy", format_percent),
+        PageColumn("ε spent", format_number),
+        PageColumn("ε limit", _format_limit),
+        PageColumn("privacy loss found", format_number),
+        PageColumn("of the promised ε", format_number),
+    )
+    rows, above = [], set()
+    for k, each in enumerate(summary.learners):
+        worst = find_worst_case(replace(summary, learners=(each,)))
+        observed = None if worst is None else worst[2]
+        loss = (None, None) if observed is None else (observed.loss, observed.claimed_epsilon)
+        accuracies = each.test_accuracy, each.prequential_accuracy
+        rows.append((each.name, each.records, *accuracies, each.epsilon_spent, each.epsilon_limit, *loss))
+        if observed is not None and is_above_claim(observed.loss, observed.claimed_epsilon):
+            above.add((k, len(columns) - 2))
+    return PageTable("learners", "Learner by learner", columns, rows, frozenset(above))
+
+
+def _learners_in_full(summary: RunSummary) -> PageTable:
+    """Tabulate everything that is known of each learner; what is equal for a record and its use stands once."""
+    levels = get_level_titles(summary)
+    kept = [each for each in COLUMNS if len(levels) > 1 or each[3] != "epsilon_record_use"]
+    columns = [PageColumn(head, show, group=group) for group, head, show, _ in kept]
+    for level in levels:
         columns += [
             PageColumn(head, format_number, group=f"loss, {LEVEL_LABELS[level]}")
             for head in ("this", "largest", "claim")
         ]
-    rows = [(each.name, *_figures(each)) for each in summary.learners]
+    rows = [(each.name, *_figures(each, [name for *_, name in kept], levels)) for each in summary.learners]
     above = {
-        (row, 1 + len(COLUMNS) + 3 * k + part)
+        (row, 1 + len(kept) + 3 * k + part)
         for row, each in enumerate(summary.learners)
-        for k, level in enumerate(LEVEL_TITLES)
+        for k, level in enumerate(levels)
         if (observed := each.get_observed_loss(level)) is not None
         for part, value in enumerate((observed.loss, observed.supremum))
         if is_above_claim(value, observed.claimed_epsilon)
     }
-    return PageTable("learners", "Learner by learner", (PageColumn("learner"), *columns), rows, frozenset(above))
+    title = "Learner by learner, all figures"
+    return PageTable("learners-in-full", title, (PageColumn("learner"), *columns), rows, frozenset(above))
 
 
-def _figures(learner: LearnerSummary) -> Iterator[Any]:
-    yield from (getattr(learner, attribute) for *_, attribute in COLUMNS)
-    for level in LEVEL_TITLES:
+def _figures(learner: LearnerSummary, attributes: Iterable[str], levels: Iterable[str]) -> Iterator[Any]:
+    yield from (getattr(learner, attribute) for attribute in attributes)
+    for level in levels:
         observed = learner.get_observed_loss(level)
         yield from (None,) * 3 if observed is None else (observed.loss, observed.supremum, observed.claimed_epsilon)
 
@@ -173,11 +212,6 @@ class _Verdict:
 def is_above_claim(loss: float, budget: float) -> bool:
     """Return whether a loss is above the claim by more than rounding."""
     return loss > budget * (1 + 1e-9) + 1e-12
-
-
-def is_single_use(summary: RunSummary) -> bool:
-    """Return whether every record was used at most once, so that both levels have the same epsilon."""
-    return all(each.epsilon_record_use == each.epsilon_record for each in summary.learners)
 
 
 def _cases(summary: RunSummary) -> list[_Case]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from rich.console import Console
 
 from sottovoce_client import terminal
@@ -18,10 +19,11 @@ from sottovoce_client.atomic_files import write_text
 from sottovoce_client.formatting import MISSING_VALUE, format_count, format_number, format_with_error, pluralize
 from sottovoce_client.reports.figure import Figure
 from sottovoce_client.reports.page import Page, PageColumn, PageTable
-from sottovoce_client.reports.plot_elements import PALETTE
-from sottovoce_client.runs.plot import export_files, make_curve_line, make_figure, name_metric
+from sottovoce_client.reports.plot_elements import make_reference_line
+from sottovoce_client.runs.plot import export_files, make_curve_line, make_figure, make_final_line, name_metric
 from sottovoce_client.runs.simulation import get_final_metrics
 from sottovoce_client.runs.tuning import equalise
+from sottovoce_core.arrays import as_floats
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.experiment import Experiment, PreparedRun, load, require_count, resolve_experiment
@@ -55,6 +57,8 @@ HEADS = (
     "floats sent",
     "rounds/s",
 )
+_ASKED_FIRST = ("spec", "algorithm", "threat model", "ε per record use", "accuracy", "average loss", "regret per round")
+"""Columns of the table on the page; the table with all columns is folded below it."""
 _TIGHT = ("ε per record use", "ε per record")
 """Columns whose epsilons are at the delta of the spec."""
 _TEXT_COLUMN_COUNT = 3
@@ -199,7 +203,7 @@ def compare_to_folder(
         plain, heads = _list_columns(results), _list_heads(results)
         columns = [k for k, head in enumerate(plain) if head not in _NOT_IN_PAPERS]
         paper = Table.from_rows([heads[k] for k in columns], [[row[k] for k in columns] for row in _rows(results)])
-        files = partial(export_files, folder, export_formats, results, _figures(results), paper)
+        files = partial(export_files, folder, export_formats, results, [*filter(None, [_plot_over_epsilon(results)]), *_figures(results)], paper)
         code = terminal.attempt("a file of --export", files) or code
         documents = [{**asdict(each.facts), "metrics": get_final_metrics(each.curves)} for each in runs]
         terminal.print_json_if_requested(lambda: {"folder": folder, "runs": documents, "failures": failures})
@@ -341,14 +345,56 @@ def format_markdown(results: Results) -> str:
 
 
 def make_compare_page(results: Results) -> Page:
-    """Build the page: the table, and one figure per metric with a line per spec."""
-    figures = _figures(results)
-    columns = [
-        PageColumn(head, kind="text" if k < _TEXT_COLUMN_COUNT else "number")
-        for k, head in enumerate(_list_heads(results))
-    ]
-    table = PageTable("results", "Algorithms side by side", columns, _rows(results))
-    return Page("compare.html.j2", [table, *figures], {"figures": figures, "banded": len(results.runs) <= len(PALETTE)})
+    """Build the page: accuracy over epsilon, the table, and one figure per metric with a line per spec."""
+    trade, figures = _plot_over_epsilon(results), _figures(results)
+    plain, heads, rows = _list_columns(results), _list_heads(results), _rows(results)
+
+    def tabulate(name: str, title: str, kept: Sequence[int]) -> PageTable:
+        columns = [PageColumn(heads[k], kind="text" if k < _TEXT_COLUMN_COUNT else "number") for k in kept]
+        return PageTable(name, title, columns, [[row[k] for k in kept] for row in rows])
+
+    asked = [k for k, head in enumerate(plain) if head in _ASKED_FIRST]
+    tables = (
+        tabulate("results", "Algorithms side by side", asked),
+        tabulate("results-in-full", "Algorithms side by side, all columns", range(len(plain))),
+    )
+    unbounded = [each.facts.spec for each in results.runs if not math.isfinite(each.facts.epsilon_record_use)]
+    has_bands = any(np.isfinite(curve.error).any() for each in results.runs for curve in each.curves.curves.values())
+    values = {"trade": trade, "figures": figures, "unbounded": unbounded, "banded": has_bands}
+    return Page("compare.html.j2", [*tables, *figures, trade], values)
+
+
+def _plot_over_epsilon(results: Results) -> Figure:
+    """Plot the final accuracy, or else the loss, over epsilon: a line per algorithm, a point per algorithm with one epsilon.
+
+    A dashed line shows the best result without a finite epsilon. Empty with less than two points.
+    """
+    title = "Accuracy over ε"
+    plots = [each for each in _PLOTS if all(each[0] in run.curves for run in results.runs)]
+    finite = [each for each in results.runs if math.isfinite(each.facts.epsilon_record_use)]
+    if not plots or len(finite) < 2:
+        return Figure("over-epsilon", title, (), ())
+    metric, words, form = next((each for each in plots if each[0] == "accuracy"), plots[0])
+    groups: dict[str, list[Result]] = {}
+    for run in sorted(finite, key=lambda each: each.facts.epsilon_record_use):
+        groups.setdefault(run.facts.algorithm, []).append(run)
+    lines = []
+    for algorithm, runs in groups.items():
+        x = as_floats([each.facts.epsilon_record_use for each in runs])
+        if x[0] < x[-1]:
+            lines.append((algorithm, make_final_line(x, [each.curves for each in runs], metric, is_curve=True)))
+        else:
+            points = [make_final_line(x[:1], [each.curves], metric, is_curve=False) for each in runs]
+            lines += [(each.facts.spec, point) for each, point in zip(runs, points, strict=True)]
+    name = f"{words[:1].upper()}{words[1:]} over ε"
+    figure = make_figure("over-epsilon", words, lines, "ε per record use", form=form)
+    unbounded = [each for each in results.runs if each not in finite]
+    if not unbounded or figure.panels:
+        return replace(figure, title=name)
+    best = (max if form == "share" else min)(unbounded, key=lambda each: each.curves[metric].final_mean)
+    level, across = best.curves[metric].final_mean, [each.facts.epsilon_record_use for each in finite]
+    line = make_reference_line([min(across), max(across)], [level, level], f"{best.facts.spec}, no finite ε")
+    return replace(figure, title=name, marks=[*figure.marks, line])
 
 
 def _figures(results: Results) -> list[Figure]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,6 @@ import numpy as np
 from sottovoce_client.formatting import format_number, pluralize
 from sottovoce_client.reports.figure import FIGURE_FORMATS, Figure, export
 from sottovoce_client.reports.plot_elements import (
-    PALETTE,
     Axis,
     PlotMark,
     PlotView,
@@ -27,10 +26,13 @@ from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.errors import SpecError
 from sottovoce_core.results import Result, Results, compute_bootstrap_intervals
 from sottovoce_core.runs.curves import Curves
+from sottovoce_core.runs.metrics import is_share
 from sottovoce_core.table import Table
 
 _BAND_STANDARD_ERRORS = 2.0
 """Half width of a band over rounds, in standard errors."""
+_MAX_LINES_TOGETHER = 6
+"""Maximum number of lines that a page shows in one plot; of more, each has a panel of its own."""
 _SHAPES: tuple[Literal["circle", "diamond", "cross"], ...] = ("circle", "diamond", "cross")
 
 _SPEC = "spec"
@@ -44,7 +46,7 @@ _LEGEND_ORDER_SUFFIX = ", in the order of the legend"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Line:
+class Line:
     """Line of a plot: positions on the axis, mean, low and high.
 
     `is_curve`: the points belong to one curve. `end`: addition to its name in the legend.
@@ -58,14 +60,20 @@ class _Line:
     end: str = ""
 
 
-def make_curve_line(curves: Curves, metric: str) -> _Line:
+def make_curve_line(curves: Curves, metric: str) -> Line:
     """Return a metric over rounds: its mean, and two standard errors on either side; a privacy loss with its final epsilon."""
     curve = curves[metric]
     mean, error = curve.mean, _BAND_STANDARD_ERRORS * curve.error
     end = ""
     if metric == _PRIVACY_LOSS:
         end = f", ε {format_number(curve.final_mean)}" + ", not drawn" * bool(np.isinf(mean).all())
-    return _Line(as_floats(curves.rounds), mean, mean - error, mean + error, end=end)
+    return Line(as_floats(curves.rounds), mean, mean - error, mean + error, end=end)
+
+
+def make_final_line(x: FloatArray, curves: Sequence[Curves], metric: str, *, is_curve: bool) -> Line:
+    """Return a metric after the last round over `x`, one value for each of `curves`, with 95 % bootstrap intervals."""
+    last = np.concatenate([each[metric].replicas[-1:] for each in curves])
+    return Line(x, last.mean(axis=1), *compute_bootstrap_intervals(last), is_curve=is_curve)
 
 
 def name_metric(metric: str) -> str:
@@ -136,13 +144,13 @@ class HorizontalAxis:
             return ""
         return f"not shown, because their epsilon is infinite (no guarantee): {pluralize(int(n), 'setting')}"
 
-    def make_lines(self, results: Results) -> dict[str, list[tuple[str, _Line]]]:
+    def make_lines(self, results: Results) -> dict[str, list[tuple[str, Line]]]:
         """Return the lines of each metric, with their names.
 
         A line follows the field on the axis, or else the first field with numbers; there is one for every combination of the
         other fields. Without such a field, every combination is a point of its own.
         """
-        found: dict[str, list[tuple[str, _Line]]] = {}
+        found: dict[str, list[tuple[str, Line]]] = {}
         if self.x == _ROUNDS:
             for run in results.runs:
                 name = self._name(run, self.changed_fields)
@@ -165,10 +173,7 @@ class HorizontalAxis:
             for metric in runs[0].curves.curves:
                 if metric == _PRIVACY_LOSS and self.x == _EPSILON:  # that is the axis
                     continue
-                last = np.concatenate([run.curves[metric].replicas[-1:] for run in runs])[order]
-                curve = _Line(
-                    x[order], last.mean(axis=1), *compute_bootstrap_intervals(last), is_curve=line_field is not None
-                )
+                curve = make_final_line(x[order], [runs[k].curves for k in order], metric, is_curve=line_field is not None)
                 found.setdefault(metric, []).append((name, curve))
         return found
 
@@ -217,14 +222,16 @@ def make_figures(axis: HorizontalAxis, log: Collection[str] | None = None) -> li
         if not any(np.isfinite(curve.mean).any() for _, curve in named):
             continue
         named = named if len(named) > 1 else [(words, curve) for _, curve in named]
-        figures.append(make_figure(metric, words, named, axis.title, log=log))
-    return figures
+        form: Literal["number", "share"] = "share" if is_share(metric) else "number"
+        figures.append(make_figure(metric, words, named, axis.title, log=log, form=form))
+    # The trade-off of privacy and accuracy is the first question to a figure over epsilon.
+    return sorted(figures, key=lambda each: each.name != "accuracy") if axis.x == _EPSILON else figures
 
 
 def make_figure(
     name: str,
     title: str,
-    lines: Sequence[tuple[str, _Line | None]],
+    lines: Sequence[tuple[str, Line | None]],
     x_title: str,
     *,
     log: Collection[str] | None = None,
@@ -240,12 +247,13 @@ def make_figure(
         log: Logarithmic axes, as in `make_figures`.
         form: Value format of the metric.
     """
-    drawn, has_bands = [each for _, each in lines if each is not None], len(lines) <= len(PALETTE)  # more would overlap
+    drawn = [each for _, each in lines if each is not None]
+    has_panels = len(lines) > _MAX_LINES_TOGETHER and all(each.is_curve for each in drawn)
     marks = [
         mark
         for k, (label, each) in enumerate(lines)
         if each is not None
-        for mark in _make_marks(shorten(label, 40) + each.end, each, k, has_bands=has_bands)
+        for mark in _make_marks(shorten(label, 40) + each.end, each, k, has_panel=has_panels)
     ]
     positions = np.concatenate([*(each.x for each in drawn), np.zeros(0)])
     values = np.concatenate([*(side for each in drawn for side in (each.mean, each.low, each.high)), np.zeros(0)])
@@ -258,10 +266,11 @@ def make_figure(
         Axis(x_title, log=x, value_format="count" if has_counts else "number"),
         Axis(title, log=y, value_format=form),
     )
-    return Figure(name, title.capitalize(), marks, (view,), height=340)
+    title, height = f"{title[:1].upper()}{title[1:]}", max(340, 60 + 15 * len(lines))
+    return Figure(name, title, marks, (view,), 340 if has_panels else height, has_end_labels=len(lines) > 1)
 
 
-def _make_marks(name: str, curve: _Line, k: int, *, has_bands: bool) -> Iterator[PlotMark]:
+def _make_marks(name: str, curve: Line, k: int, *, has_panel: bool) -> Iterator[PlotMark]:
     """Yield the band, if there is one, and the line over it; for a single point its error bar."""
     colour, dash = choose_style(k)
     has_interval = bool(np.isfinite(curve.low).any() and np.isfinite(curve.high).any())
@@ -269,9 +278,10 @@ def _make_marks(name: str, curve: _Line, k: int, *, has_bands: bool) -> Iterator
         half = (curve.high - curve.low) / 2 if has_interval else None
         yield make_dots(curve.x, curve.mean, name, colour, width=7.0, shape=_SHAPES[k % len(_SHAPES)], low=half)
         return
-    if has_interval and has_bands:
-        yield make_band(curve.x, curve.low, curve.high, colour)
-    yield make_line(curve.x, curve.mean, name, colour, dash=dash)
+    panel = name if has_panel else ""
+    if has_interval:
+        yield replace(make_band(curve.x, curve.low, curve.high, colour), panel=panel)
+    yield make_line(curve.x, curve.mean, name, colour, dash=dash, panel=panel)
 
 
 def export_files(
