@@ -352,7 +352,7 @@ def _apply_view(
     longest = max((len(each.name) for each in labelled), default=0)
     left, right, top, bottom = 40 + 7 * widest, 14, 8, 42 + height - figure.height
     if is_panel:
-        left, bottom = 10 + 8 * widest, 26
+        left, bottom = 12 + 10 * widest, 26  # on a phone the text is larger
     if labelled:
         right = min(30 + _LABEL_CHAR_PX * longest, width / 2)
     inner = width - left - right, height - top - bottom
@@ -403,8 +403,9 @@ def _write_end_labels(axes: Any, marks: Sequence[PlotMark], width: float, height
     ends.sort(key=lambda end: end[:2])
     heights = spread_labels([height * y for y, *_ in ends], _LABEL_PX, height)
     for label, (y, x, mark) in zip(heights, ends, strict=True):
-        leader = {"arrowstyle": "-", "color": COLOURS[mark.colour][0], "linewidth": 1.0, "shrinkA": 1, "shrinkB": 3}
-        leader["linestyle"] = _DASHES[mark.dash]
+        leader = {"arrowstyle": "-", "color": _RULE, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 4}
+        if mark.kind == "line":
+            leader |= {"color": COLOURS[mark.colour][0], "linewidth": 1.0, "linestyle": _DASHES[mark.dash]}
         axes.annotate(
             mark.name,
             (x, y),

@@ -42,6 +42,7 @@ COLOURS = {
 }
 """Colours for the light and the dark scheme: Okabe and Ito's palette, which colour-blind readers can distinguish, darkened
 where a colour would be pale on white."""
+_MAX_PHONE_COLUMNS = 3
 _FILTERS = (
     "format_number",
     "format_p_value",
@@ -127,6 +128,11 @@ class PageTable:
         """Group headings and the number of columns that each spans; empty if no column has a group."""
         spans = [(group, len(list(each))) for group, each in itertools.groupby(c.group for c in self.columns)]
         return spans if any(group for group, _ in spans) else []
+
+    @property
+    def classes(self) -> str:
+        """Classes of its layout: `fold` makes a card of each row on a phone, where more columns do not fit."""
+        return " ".join(["fold"] * (len(self.columns) > _MAX_PHONE_COLUMNS) + ["narrow"] * self.is_narrow)
 
     def format_rows(self) -> Iterator[list[str]]:
         """Yield the rows as formatted text."""

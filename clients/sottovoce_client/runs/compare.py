@@ -20,7 +20,14 @@ from sottovoce_client.formatting import MISSING_VALUE, format_count, format_numb
 from sottovoce_client.reports.figure import Figure
 from sottovoce_client.reports.page import Page, PageColumn, PageTable
 from sottovoce_client.reports.plot_elements import make_reference_line
-from sottovoce_client.runs.plot import export_files, make_curve_line, make_figure, make_final_line, name_metric
+from sottovoce_client.runs.plot import (
+    EPSILON_TITLE,
+    export_files,
+    make_curve_line,
+    make_figure,
+    make_final_line,
+    name_metric,
+)
 from sottovoce_client.runs.simulation import get_final_metrics
 from sottovoce_client.runs.tuning import equalise
 from sottovoce_core.arrays import as_floats
@@ -57,7 +64,7 @@ HEADS = (
     "floats sent",
     "rounds/s",
 )
-_ASKED_FIRST = ("spec", "algorithm", "threat model", "ε per record use", "accuracy", "average loss", "regret per round")
+_ASKED_FIRST = ("spec", "algorithm", "threat model", "ε per record use", "accuracy", "average loss")
 """Columns of the table on the page; the table with all columns is folded below it."""
 _TIGHT = ("ε per record use", "ε per record")
 """Columns whose epsilons are at the delta of the spec."""
@@ -387,7 +394,7 @@ def _plot_over_epsilon(results: Results) -> Figure:
             points = [make_final_line(x[:1], [each.curves], metric, is_curve=False) for each in runs]
             lines += [(each.facts.spec, point) for each, point in zip(runs, points, strict=True)]
     name = f"{words[:1].upper()}{words[1:]} over ε"
-    figure = make_figure("over-epsilon", words, lines, "ε per record use", form=form)
+    figure = make_figure("over-epsilon", words, lines, EPSILON_TITLE, form=form)
     unbounded = [each for each in results.runs if each not in finite]
     if not unbounded or figure.panels:
         return replace(figure, title=name)

@@ -38,6 +38,8 @@ _SHAPES: tuple[Literal["circle", "diamond", "cross"], ...] = ("circle", "diamond
 _SPEC = "spec"
 """Name of the spec as a changed field, if the runs of a file differ in their specs."""
 _EPSILON, _ROUNDS = "epsilon", "rounds"
+EPSILON_TITLE = "ε per record use"
+"""Title of an axis of epsilon."""
 _PRIVACY_LOSS = "privacy_loss"
 """The metric whose lines say their final epsilon, because an infinite one cannot be drawn."""
 _PRIVACY_PARAMETERS = ("epsilon", "alpha", "final_alpha")
@@ -131,7 +133,7 @@ class HorizontalAxis:
     def title(self) -> str:
         """Label of the axis."""
         if self.x in (_ROUNDS, _EPSILON):
-            return {_ROUNDS: "rounds", _EPSILON: "ε per record use"}[self.x]
+            return {_ROUNDS: "rounds", _EPSILON: EPSILON_TITLE}[self.x]
         if _is_privacy(self.x):
             return f"{self.x} (a parameter, not the ε per record use)"
         return self.x if self.x in self._numbers else f"{self.x}{_LEGEND_ORDER_SUFFIX}"
@@ -158,8 +160,12 @@ class HorizontalAxis:
                     found.setdefault(metric, []).append((name, make_curve_line(run.curves, metric)))
             return found
         numbers = self._numbers
-        line_field = self.x if self.x in numbers else next(iter(numbers), None) if self.x == _EPSILON else None
-        others = [field for field in self.changed_fields if field != line_field]
+        fields = [
+            field for field in self.changed_fields if field == _SPEC or any(field in run.facts.changes for run in results.runs)
+        ]
+        own_numbers = [field for field in fields if all(_is_number(self._value(run, field)) for run in results.runs)]
+        line_field = self.x if self.x in numbers else next(iter(own_numbers), None) if self.x == _EPSILON else None
+        others = [field for field in fields if field != line_field]
         lines: dict[str, list[Result]] = {}
         for run in results.runs:
             lines.setdefault(self._name(run, others), []).append(run)
@@ -184,7 +190,7 @@ class HorizontalAxis:
         return [
             field
             for field in self.changed_fields
-            if all(type(self._value(each, field)) in (int, float) for each in runs)
+            if all(_is_number(self._value(each, field)) for each in runs)
         ]
 
     @staticmethod
@@ -195,6 +201,10 @@ class HorizontalAxis:
     def _name(self, run: Result, fields: Collection[str]) -> str:
         values = ((field, self._value(run, field)) for field in fields)
         return ", ".join(str(value) if field == _SPEC else f"{field} {value}" for field, value in values)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
 def _is_privacy(field: str) -> bool:
@@ -260,10 +270,13 @@ def make_figure(
     x, y = x_title == "rounds" or is_log_axis_needed(positions), form == "number" and is_log_axis_needed(values)
     if log is not None:
         x, y = "x" in log, "y" in log
+    known = positions[np.isfinite(positions)]
+    is_narrow = x_title == EPSILON_TITLE and known.size > 0 and known.max() < 1.5 * known.min()
+    low, high = (0.5 * known.min(), 1.5 * known.max()) if is_narrow else (None, None)
     has_counts = x_title == "rounds" or x_title.endswith(_LEGEND_ORDER_SUFFIX)
     view = PlotView(
         "",
-        Axis(x_title, log=x, value_format="count" if has_counts else "number"),
+        Axis(x_title, log=x, low=low, high=high, value_format="count" if has_counts else "number"),
         Axis(title, log=y, value_format=form),
     )
     title, height = f"{title[:1].upper()}{title[1:]}", max(340, 60 + 15 * len(lines))

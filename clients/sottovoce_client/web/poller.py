@@ -267,6 +267,8 @@ class Poller:
         if view is not None and run_id in ended:
             end = ended[run_id]
             view = replace(view, state=end.state, detail=end.detail, ended_at=view.ended_at or end.ended_at)
+        if view is not None and view.ended_at is not None and not self._options.addresses.coordinator:
+            problems.pop("services", None)  # after a run its folder names no services
         watched = [each for each in self._watched if view is not None and each.run == view.name]
         return ConsoleState(
             time=time.time(),

@@ -36,12 +36,13 @@ from sottovoce_core.yaml_files import parse_yaml
 
 @dataclass(frozen=True, slots=True)
 class ReportEntry:
-    """A page of the results that the console may open."""
+    """A page of the results that the console may open; `run_id`: the run that it reports on, if it is a run's report."""
 
     path: str
     title: str
     bytes: int
     modified_at: float
+    run_id: str = ""
 
 
 def _ended_view(summary: Mapping[str, Any], plan: RunPlan) -> RunView:
@@ -209,9 +210,10 @@ class ResultFiles:
             return None
         assert self.root is not None  # noqa: S101 - files are found only below a root
         relative = path.relative_to(self.root).as_posix()
-        has_summary = summary is not None and path.name == "report.html"
-        title = f"{summary['name']}, {summary['state']}" if has_summary and summary is not None else path.stem
-        return ReportEntry(escape_control(relative), escape_control(title), facts.st_size, facts.st_mtime)
+        reported = summary if path.name == "report.html" else None
+        title = path.stem if reported is None else f"{reported['name']}, {reported['state']}"
+        run_id = "" if reported is None else reported["run_id"]
+        return ReportEntry(escape_control(relative), escape_control(title), facts.st_size, facts.st_mtime, run_id)
 
     def _capture(self, folder: Path) -> CaptureListItem | None:
         facts = self._json(folder / CAPTURE_FACTS_FILE, _MAX_FACTS_BYTES, _parse_capture)

@@ -68,6 +68,12 @@ function give(element, values) {
   }
   return element;
 }
+// Set a text in which backticks enclose commands.
+function words(element, content) {
+  if (element.dataset.words === content) return;
+  element.dataset.words = content;
+  element.replaceChildren(...content.split("`").map((part, i) => (i % 2 ? make("code", part) : document.createTextNode(part))));
+}
 function make(tag, content, kind) {
   const made = document.createElement(tag);
   if (content !== undefined) made.textContent = content;
@@ -139,6 +145,9 @@ function head(page) {
     : ["The first run appears here as soon as it starts"];
   while (facts.children.length > items.length) facts.lastChild.remove();
   items.forEach((item, i) => text(facts.children[i] || facts.appendChild(make("span")), item));
+  const report = now && page.reports.find((each) => each.run_id === now.run_id);
+  at("report").hidden = !report;
+  if (report) give(at("report"), { href: open(report.path) });
   if (now) {
     const state = unanswered(page) ? "no answer" : now.state;
     name(at("state"), `state ${tone(state)}`.trim());
@@ -158,7 +167,7 @@ function cards(now) {
   figure("round", count(now.rounds_done), unbounded ? "" : ` of ${count(now.rounds)}`);
   at("done").parentElement.hidden = unbounded;
   share(at("done"), unbounded ? 0 : fraction(now.rounds_done, now.rounds));
-  text(at("left"), now.ended_at ? now.detail || "over" : unbounded ? "until it is stopped" : now.remaining_s !== null ? `${duration(now.remaining_s)} to go` : "");
+  text(at("left"), now.ended_at ? "" : unbounded ? "until it is stopped" : now.remaining_s !== null ? `${duration(now.remaining_s)} to go` : "");
   figure("rate", number(now.rounds_per_second), " rounds/s");
   pace(now.recent_rates);
   text(at("pace-note"), now.ended_at ? "on average" : now.recent_rates.length > 1 ? `the last ${duration(now.recent_rates.length)}` : "");
@@ -166,21 +175,23 @@ function cards(now) {
   const most = limited.reduce((a, b) => (a && a.part >= b.part ? a : b), null);
   const largest = now.learners.reduce((a, b) => Math.max(a, Number(b.epsilon)), 0);
   figure("spent", most ? `${number(100 * most.part)} %` : `ε ${number(largest)}`);
-  name(at("spent-meter"), `meter ${most ? grade(most.part) : "none"}`.trim());
+  name(at("spent-meter"), `meter ${most ? grade(most.part, now) : "none"}`.trim());
   share(at("spent-bar"), most ? most.part : 0);
   text(at("spent-note"), most ? `${most.name}: ε ${number(most.epsilon)} of ${number(most.epsilon_limit)}${atDelta(most.delta)}` : "no learner has a limit");
   const sum = (key) => now.learners.reduce((all, each) => all + (each[key] || 0), 0);
   figure("records", count(sum("records")), " in all");
   text(at("records-note"), `${!now.ended_at && now.learners.some((each) => each.records_per_second !== null) ? `${number(sum("records_per_second"))} a second, ` : ""}${count(sum("records_waiting"))} waiting`);
   const flow = now.edges.reduce((all, each) => all + each.forward_rate + each.backward_rate, 0);
-  figure("traffic", number(now.ended_at ? 0 : flow), ` ${unit(now)}/s`);
   const sent = now.edges.reduce((all, each) => all + each.messages, 0);
   const bytes = now.edges.reduce((all, each) => all + each.bytes_per_second, 0);
-  text(at("traffic-note"), `${count(sent)} so far${now.ended_at ? "" : `, ${size(bytes)}/s`}`);
+  if (now.ended_at) figure("traffic", count(sent), ` ${unit(now)}`);
+  else figure("traffic", number(flow), ` ${unit(now)}/s`);
+  text(at("traffic-note"), now.ended_at ? "in the whole run" : `${count(sent)} so far, ${size(bytes)}/s`);
 }
 
 const unit = (now) => (now.capture === "wiretap" && now.traffic_source === "eavesdropper" ? "TLS records" : "messages");
-const grade = (part) => (part >= 1 ? "bad" : part >= 0.9 ? "near" : "");
+// After a run a budget that is nearly used up warns of nothing.
+const grade = (part, now) => (part >= 1 ? "bad" : part >= 0.9 && !now.ended_at ? "near" : "");
 
 function pace(values) {
   const [area, line] = at("pace").children;
@@ -292,7 +303,7 @@ function learners(now) {
       text(since, each.disconnected_since ? `since ${moment(each.disconnected_since)}` : "");
     },
     count(each.rounds_done),
-    (cell) => budget(cell, each),
+    (cell) => budget(cell, each, now),
     count(each.records),
     each.records_per_second === null ? MISSING : `${number(each.records_per_second)}/s`,
     count(each.records_waiting),
@@ -301,7 +312,7 @@ function learners(now) {
 }
 
 
-function budget(cell, each) {
+function budget(cell, each, now) {
   cell.classList.add("budget");
   const [spent, meter, more] = filled(cell, "budget", () => {
     const bar = make("div", undefined, "meter");
@@ -310,7 +321,7 @@ function budget(cell, each) {
   }).children;
   const limited = each.epsilon_limit !== null, part = limited ? fraction(each.epsilon, each.epsilon_limit) : 0;
   text(spent, limited ? `${number(each.epsilon)} of ${number(each.epsilon_limit)}${atDelta(each.delta)}` : `${number(each.epsilon)}${atDelta(each.delta)}, no limit`);
-  name(meter, `meter ${limited ? grade(part) : "none"}`.trim());
+  name(meter, `meter ${limited ? grade(part, now) : "none"}`.trim());
   give(meter, { role: "img", "aria-label": limited ? `${number(100 * part)} % used` : "no limit" });
   share(meter.firstChild, part);
   text(more, each.epsilon_owner_budget === null ? "" : `owner's budget for all runs: ${number(each.epsilon_owner_budget)}${atDelta(each.owner_delta)}; spent in other runs: ${number(each.epsilon_other_runs)}`);
@@ -330,10 +341,10 @@ function notices(now, captures) {
   while (list.children.length > shown.length) list.lastChild.remove();
   shown.forEach(([kind, learner, notice], i) => {
     const item = list.children[i] || list.appendChild(make("li"));
-    filled(item, "notice", () => [make("b"), document.createTextNode("")]);
+    filled(item, "notice", () => [make("b"), make("span")]);
     name(item, kind);
     text(item.firstChild, learner ? `${learner} ` : "");
-    if (item.lastChild.data !== notice) item.lastChild.data = notice;
+    words(item.lastChild, notice);
   });
   return all.map(([, learner, notice]) => (learner ? `${learner}: ${notice}` : notice));
 }
@@ -424,9 +435,9 @@ function problems(found, calm) {
   found.forEach((each, i) => {
     const banner = list.children[i] || list.appendChild(make("div", undefined, "banner"));
     name(banner, calm ? "banner calm" : "banner");
-    filled(banner, "problem", () => [make("strong"), document.createTextNode("")]);
+    filled(banner, "problem", () => [make("strong"), make("span")]);
     text(banner.firstChild, `Since ${moment(each.first_seen)}: `);
-    if (banner.lastChild.data !== each.text) banner.lastChild.data = each.text;
+    words(banner.lastChild, each.text);
   });
 }
 
