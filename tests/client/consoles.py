@@ -92,7 +92,7 @@ def a_page(n: int = 3, **more: Any) -> ConsoleState:
                 "run-1-ab", "run-1", "/somewhere/run-1-ab", "open", 120, 12000, "captures/run-1-ab/capture.json"
             ),
         ),
-        reports=(ReportEntry("old/report.html", "old, finished", 4_800_000, NOON - 9000.0),),
+        reports=(ReportEntry("old/report.html", "old, finished", 4_800_000, NOON - 9000.0, "run-0"),),
         watch=watch,
         folder="results",
     )

@@ -135,7 +135,7 @@ def test_specs_of_one_name_are_told_apart(records: Path, tmp_path: Path) -> None
     names = make_spec_names(["a/one.yaml", "b/one.yaml", "c/two.yaml"])
     assert names == ["a/one", "b/one", "two"]
     page = make_compare_page(Results(tuple(one_of(records, spec=name) for name in names)))
-    table, figure = page.elements[:2]
+    table, _, figure = page.elements[:3]
 
     assert isinstance(table, PageTable)
     assert isinstance(figure, Figure)
@@ -200,13 +200,49 @@ def test_the_page_is_whole_and_loads_nothing(records: Path, tmp_path: Path) -> N
     assert 'id="plot-accuracy"' in page
 
 
-def test_many_bands_are_left_out(records: Path) -> None:
-    result = one_of(records, replicas=3)
-    for results, marks in (8, 16), (9, 9):
-        made = make_compare_page(Results((result,) * results))
-        figures = [each for each in made.elements if isinstance(each, Figure)]
-        assert [len(each.marks) for each in figures if each.name == "accuracy"] == [marks]
-        assert ("bands are ± two standard errors" in made.to_html()) == (results == 8)
+@pytest.mark.parametrize(("specs", "panels"), [(6, 0), (7, 7), (9, 9)])
+def test_each_of_many_specs_has_a_panel_with_its_band(records: Path, specs: int, panels: int) -> None:
+    results = Results(tuple(one_of(records, replicas=3, spec=f"spec-{k}") for k in range(specs)))
+    made = make_compare_page(results)
+    (figure,) = (each for each in made.elements if each.name == "accuracy")
+    assert isinstance(figure, Figure)
+    assert (len(figure.marks), len(figure.panels)) == (2 * specs, panels)
+    assert "bands are ± two standard errors" in made.to_html()
+
+
+def test_accuracy_over_epsilon_comes_first_with_a_line_for_each_algorithm(records: Path) -> None:
+    runs = [one_of(records, replicas=3, spec=f"at-{e}", epsilon_record_use=e) for e in (4.0, 1.0)]
+    runs += [one_of(records, replicas=3, spec="once", algorithm="other", epsilon_record_use=2.0)]
+    runs += [one_of(records, replicas=3, spec="open", algorithm="plain", epsilon_record_use=math.inf)]
+    page = make_compare_page(Results(tuple(runs)))
+    (figure,) = (each for each in page.elements if each.name == "over-epsilon")
+    assert isinstance(figure, Figure)
+    drawn = [(mark.kind, mark.name, mark.x.tolist()) for mark in figure.marks]
+    assert drawn == [
+        ("area", "", [1.0, 4.0]),
+        ("line", runs[0].facts.algorithm, [1.0, 4.0]),
+        ("dots", "once", [2.0]),
+        ("line", "open, no finite ε", [1.0, 4.0]),
+    ]
+    text = page.to_html()
+    assert text.index('id="plot-over-epsilon"') < text.index('id="plot-average-loss"')
+    assert "1 spec without a finite ε has no place on the axis: open." in " ".join(text.split())
+    alone = make_compare_page(Results((runs[0], runs[3])))
+    assert not any(each for each in alone.elements if each.name == "over-epsilon")
+
+
+def test_the_table_of_a_page_folds_to_what_is_asked_first(records: Path) -> None:
+    short, full = make_compare_page(Results((one_of(records),))).elements[:2]
+    assert isinstance(short, PageTable) and isinstance(full, PageTable)
+    assert [each.head for each in short.columns] == [
+        "spec",
+        "algorithm",
+        "threat model",
+        "ε per record use",
+        "accuracy",
+        "average loss",
+    ]
+    assert [each.head for each in full.columns] == list(HEADS)
 
 
 def test_the_command_exits_with_what_the_comparison_says(records: Path, tmp_path: Path) -> None:
@@ -237,6 +273,7 @@ def test_a_comparison_is_exported_for_papers(records: Path, tmp_path: Path) -> N
         "accuracy.svg",
         "average-loss.svg",
         "consensus-error.svg",
+        "over-epsilon.svg",
         "tracking-error.svg",
     }
     with pytest.raises(SpecError, match="--export must be of"):

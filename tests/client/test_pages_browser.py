@@ -113,9 +113,10 @@ async def test_figures_are_as_wide_as_there_is_room_and_as_dark_as_the_page(brow
 
 
 async def test_a_table_with_more_than_is_seen_is_reached_by_keyboard(browser: Browser, tmp_path: Path) -> None:
-    async with tab(browser, viewport={"width": 390, "height": 844}) as seen:
+    async with tab(browser, viewport={"width": 700, "height": 844}) as seen:
         await opened(seen, build_run_page(summary()), tmp_path)
-        table = seen.get_by_role("region", name="Learner by learner, a table")
+        await seen.get_by_text("All figures of each learner").click()
+        table = seen.get_by_role("region", name="Learner by learner, all figures, a table")
         await expect(table).to_have_attribute("tabindex", "0")
         await table.focus()
         await seen.keyboard.press("ArrowRight")
@@ -128,6 +129,36 @@ async def test_a_table_with_more_than_is_seen_is_reached_by_keyboard(browser: Br
         )
         await seen.set_viewport_size({"width": 1280, "height": 844})
         await expect(table).to_have_attribute("tabindex", "-1")
+
+
+async def test_on_a_phone_each_row_of_a_table_is_a_card(browser: Browser, tmp_path: Path) -> None:
+    """Each value stands beside its name, and nothing is cut off or wider than the card."""
+    async with tab(browser, viewport={"width": 400, "height": 844}) as seen:
+        await opened(seen, build_run_page(summary()), tmp_path)
+        await seen.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+        region = seen.get_by_role("region", name="Learner by learner, a table")
+        cell = region.locator("tbody tr").first.locator("td").first
+        assert await cell.evaluate("(each) => getComputedStyle(each, '::before').content") == '"records"'
+        await expect(cell).to_have_text("1,300")
+        cut = """[...document.querySelectorAll('.fold :is(th, td)')]
+            .filter((each) => each.checkVisibility() && each.scrollWidth > each.clientWidth + 1 && !each.closest('thead'))
+            .map((each) => each.outerHTML)"""
+        assert await seen.evaluate(cut) == []
+        scrolled = (
+            "[...document.querySelectorAll('.wide:has(.fold)')].map((each) => each.scrollWidth - each.clientWidth)"
+        )
+        assert max(await seen.evaluate(scrolled)) <= 0
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+async def test_panels_repeat_the_axes_of_the_first_in_the_same_size(
+    browser: Browser, tmp_path: Path, width: int
+) -> None:
+    async with tab(browser, viewport={"width": width, "height": 844}) as seen:
+        await opened(seen, build_run_page(summary(5)), tmp_path)
+        heights = "[...document.querySelectorAll('#plot-learning .drawn')].map((each) => each.getBBox().height)"
+        found = await seen.evaluate(heights)
+        assert len(found) == 5 and max(found) - min(found) < 1
 
 
 async def test_on_paper_a_report_takes_few_pages_and_loses_nothing(browser: Browser, tmp_path: Path) -> None:

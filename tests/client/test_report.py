@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -20,7 +21,16 @@ from hypothesis import strategies as st
 
 from sottovoce_client.reports import page as pages
 from sottovoce_client.reports.figure import Figure
-from sottovoce_client.reports.plot_elements import Axis, PlotMark, PlotView, make_line, mask_nonfinite, select_evenly
+from sottovoce_client.reports.page import PageColumn, PageTable
+from sottovoce_client.reports.plot_elements import (
+    Axis,
+    PlotMark,
+    PlotView,
+    make_line,
+    mask_nonfinite,
+    select_evenly,
+    spread_labels,
+)
 from sottovoce_client.reports.run_figures import MAX_HEATMAP_SHAPE, build_run_figures, stack_curves
 from sottovoce_client.reports.run_report import (
     build_run_page,
@@ -173,7 +183,8 @@ def test_nothing_is_loaded_from_anywhere() -> None:
 
 
 def test_a_page_of_many_learners_is_small() -> None:
-    assert all(len(build_run_page(summary(n)).to_html().encode()) < 1_000_000 for n in (1, 5, 21, 200))
+    assert all(len(build_run_page(summary(n)).to_html().encode()) < 500_000 for n in (1, 5, 16, 21))
+    assert len(build_run_page(summary(200)).to_html().encode()) < 750_000
 
 
 def test_no_script_runs_but_the_pages_own() -> None:
@@ -270,6 +281,75 @@ def test_a_run_too_short_for_more_points_says_so() -> None:
     assert "few points" not in every_round
 
 
+def used_once(made: RunSummary) -> RunSummary:
+    """The same where each record is used once: both levels have the same epsilon and the same loss."""
+    learners = (
+        replace(
+            each,
+            max_uses=1,
+            epsilon_record=each.epsilon_record_use,
+            epsilon_record_curve=each.epsilon_record_use_curve,
+            record_loss=each.record_use_loss,
+        )
+        for each in made.learners
+    )
+    return replace(made, learners=tuple(learners))
+
+
+def test_what_is_equal_for_a_record_and_its_use_is_drawn_once() -> None:
+    shown = page(used_once(summary()))
+    assert tuple(shown.plots) == tuple(name for name in PLOTS if name != "loss-record_use")
+    assert [mark.name for mark in figure(used_once(summary()), "budget").marks if mark.kind == "line"] == [
+        "by the paper’s formula",
+        "tight, per record",
+        "where a learner stops",
+    ]
+    assert "so ε per record use and per record are equal" in shown.text and "there is one figure for both" in shown.text
+    (heads,) = (row for row in shown.rows if "most uses" in row)
+    assert len(heads) == 16 and "record use" not in heads  # without the column of that epsilon, and its three losses
+    assert "there is one figure for both" not in page(summary()).text
+
+
+@pytest.mark.parametrize(("n", "panels"), [(1, 0), (2, 2), (16, 16), (17, 0)])
+def test_each_of_a_few_learners_has_a_panel_in_which_the_others_are_pale(n: int, panels: int) -> None:
+    made = figure(summary(n), "learning")
+    text = made.__html__()
+    assert len(made.panels) == panels
+    assert text.count('role="img"') == max(panels, 1)
+    # One ground with all curves is drawn once, and repeated in the other panels.
+    assert (text.count('id="learning-0-ground"'), text.count('href="#learning-0-ground"')) == (
+        panels > 0,
+        max(panels - 1, 0),
+    )
+    assert ("the others" in text) == (panels > 0)
+    if panels:
+        assert (
+            "<b>Aarhus</b>" in text
+            and "How they learned: across round, up prequential accuracy. Bergen ends at" in text
+        )
+    ids = re.findall(r' id="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+
+
+def test_curves_are_named_where_they_end_and_names_do_not_meet() -> None:
+    text = figure(summary(), "budget").__html__().partition("</svg>")[0]
+    names = ["by the paper’s formula", "tight, per record", "tight, per record use", "where a learner stops"]
+    found = re.findall(r'<g class="end-label">.*?<text [^>]*?y="([-\d.]+)"[^>]*>([^<]+)</text>', text)
+    assert sorted(name for _, name in found) == names
+    heights = sorted(float(y) for y, _ in found)
+    assert all(b - a > 10 for a, b in itertools.pairwise(heights))  # points; the text has 8.5
+    assert spread_labels([1.0, 2.0, 50.0, 99.0, 99.0], 10, 100) == [1.0, 11.0, 50.0, 90.0, 100.0]
+
+
+def test_a_table_becomes_cards_on_a_phone_if_it_has_many_columns_and_few_rows() -> None:
+    columns, row = [PageColumn("learner"), *(PageColumn(f"head {k}", group="group") for k in range(3))], ("a", 1, 2, 3)
+    for kept, rows, folded in ((columns, 50, True), (columns[:3], 50, False), (columns, 51, False)):
+        table = PageTable("t", "T", kept, [row[: len(kept)]] * rows)
+        text = table.__html__()
+        assert ('class="fold"' in text) is table.is_folded is folded
+        assert text.count('data-name="group: head 1"') == (rows if folded else 0)
+
+
 def test_losses_that_would_lie_on_zero_are_shown_from_close_by() -> None:
     made = summary(1)
     small = ObservedPrivacyLoss(0.01, 0.02, 7.0, np.linspace(0, 0.01, 500))
@@ -291,7 +371,8 @@ def test_every_plot_says_what_it_shows_to_who_does_not_see_it() -> None:
     for name in PLOTS:
         plot = text.partition(f'id="plot-{name}"')[2].partition("</figure>")[0]
         assert plot.count('role="img" aria-label="') >= 1, name
-        assert '<details class="numbers"><summary>' in plot and "<tbody>" in plot, name
+        shown = " open" if name == "graph" else ""
+        assert f'<details class="numbers"{shown}><summary>' in plot and "<tbody>" in plot, name
     assert "Aarhus ends at 94." in text.partition('id="plot-learning"')[2].partition("</figure>")[0]
 
 
@@ -323,7 +404,19 @@ def test_key_figures() -> None:
 
 def test_table_has_every_figure_of_every_learner() -> None:
     rows = page(summary()).rows
-    rows = rows[next(k for k, row in enumerate(rows) if "records" in row) :]
+    first = next(k for k, row in enumerate(rows) if row[:2] == ["learner", "records"])
+    assert rows[first] == [
+        "learner",
+        "records",
+        "test accuracy",
+        "own accuracy",
+        "ε spent",
+        "ε limit",
+        "privacy loss found",
+        "of the promised ε",
+    ]
+    assert rows[first + 1][:6] == ["Aarhus", "1,300", "93.1 %", "91.0 %", "7.312", "10"]
+    rows = rows[first + 6 :]
 
     assert rows[1][1:3] == ["held", "most uses"]
     assert rows[2][:12] == [
@@ -572,7 +665,7 @@ def test_the_promise_names_its_observer_and_its_meaning() -> None:
 def test_a_refuted_claim_is_marked_in_the_table() -> None:
     text = build_run_page(with_swap(summary(), ObservedPrivacyLoss(9.25, 9.25, 3.0, np.zeros(500)))).to_html()
 
-    assert text.count('<td class="over">9.25</td>') == 2
+    assert text.count('class="over">9.25</td>') == 3  # of the short table; as it is and at most, of the full one
     assert 'class="verdict refuted"' in text
 
 

@@ -13,6 +13,7 @@ from playwright.async_api import Browser, expect
 from playwright.async_api import Page as Tab
 
 from sottovoce_client.web.poller import ConsoleProblem, ConsoleState
+from sottovoce_client.web.result_files import ReportEntry
 from tests.client.browsers import GUARD_MS, NEEDED, chromium, hindrances, tab
 from tests.client.consoles import NOON, TOKEN, Told, a_page, free_port, served
 
@@ -68,6 +69,44 @@ async def test_what_is_known_is_shown_and_follows(browser: Browser) -> None:
         await expect(seen.locator("#state")).to_have_text("failed")
         await expect(seen.locator("#announcement")).to_contain_text("The run is failed")
         await expect(seen.locator("#notices")).to_contain_text("The run failed: gone")
+
+
+async def test_a_finished_run_is_whole(browser: Browser) -> None:
+    """Its report is one click away, traffic is that of the whole run, and a budget that is nearly used up warns of nothing."""
+    page = a_page(reports=(ReportEntry("demo/report.html", "demo, finished", 200_000, NOON, "run-1"),))
+    assert page.run is not None
+    spent = tuple(replace(each, epsilon=3.7, epsilon_limit=4.0) for each in page.run.learners)
+    async with shown(browser, replace(page, run=replace(page.run, learners=spent))) as (seen, told):
+        await expect(seen.locator("#report")).to_have_attribute("href", "files/demo/report.html")
+        await expect(seen.locator("#spent-meter")).to_have_class("meter near")
+        ended = replace(page.run, learners=spent, state="finished", ended_at=NOON + 20.0)
+        await told.put(replace(page, run=ended))
+        await expect(seen.locator("#traffic-note")).to_have_text("in the whole run")
+        await expect(seen.locator("#traffic")).to_have_text(f"{sum(each.messages for each in ended.edges)} messages")
+        await expect(seen.locator("#spent-meter")).to_have_class("meter")
+        await told.put(a_page())
+        await expect(seen.locator("#report")).to_be_hidden()
+
+
+async def test_backticks_become_code(browser: Browser) -> None:
+    page = a_page(problems=(ConsoleProblem("no run is up: `sottovoce up` writes services.json", NOON),))
+    assert page.run is not None
+    warned = replace(page, run=replace(page.run, warnings=("see `sottovoce status`",)))
+    async with shown(browser, warned) as (seen, _):
+        await expect(seen.locator("#problems code")).to_have_text("sottovoce up")
+        await expect(seen.locator("#notices code")).to_have_text("sottovoce status")
+        assert "`" not in await seen.locator("main").inner_text()
+
+
+@pytest.mark.parametrize("watched", [True, False])
+async def test_the_grid_has_no_holes(browser: Browser, watched: bool) -> None:
+    page = a_page() if watched else a_page(watch=None)
+    async with shown(browser, page, viewport={"width": 1280, "height": 900}) as (seen, _):
+        await expect(seen.locator("#learner-rows tr")).to_have_count(3)
+        ends = """[...document.querySelectorAll('.pair > div')].map((each) =>
+            Math.max(...[...each.querySelectorAll('section')].map((one) => one.getBoundingClientRect().bottom)))"""
+        left, right = await seen.evaluate(ends)
+        assert abs(left - right) < 1
 
 
 async def test_text_of_others_is_text(browser: Browser) -> None:

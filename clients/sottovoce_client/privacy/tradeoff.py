@@ -195,7 +195,9 @@ def _plot_objective(answer: _Result, trade: TradeoffRequest) -> Figure:
         make_line(x, utility, "U: utility of privacy", GREEN, dash="dash"),
         make_diamond(best.alpha, best.objective, f"best: ε = {format_number(best.alpha)}", PINK),
     ]
-    return Figure("balance", "The best level", marks, (PlotView("", _EPSILON, Axis("in units of the loss")),), has_end_labels=True)
+    return Figure(
+        "balance", "The best level", marks, (PlotView("", _EPSILON, Axis("in units of the loss")),), has_end_labels=True
+    )
 
 
 def _plot_fit(answer: _Result, loss: str) -> Figure:

@@ -68,7 +68,14 @@ class Figure:
             ]
         columns = math.ceil(len(panels) / math.ceil(len(panels) / _MAX_PANEL_COLUMNS)) if panels else 1
         keys = [each for each in self.marks if each.name and not each.panel] if panels else []
-        return render("figure.html.j2", figure=self, views=views, columns=columns, keys=keys, numbers=self.numbers or _numbers(self))
+        return render(
+            "figure.html.j2",
+            figure=self,
+            views=views,
+            columns=columns,
+            keys=keys,
+            numbers=self.numbers or _numbers(self),
+        )
 
     @property
     def panels(self) -> list[str]:

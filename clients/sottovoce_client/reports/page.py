@@ -42,7 +42,7 @@ COLOURS = {
 }
 """Colours for the light and the dark scheme: Okabe and Ito's palette, which colour-blind readers can distinguish, darkened
 where a colour would be pale on white."""
-_MAX_PHONE_COLUMNS = 3
+_MAX_PHONE_COLUMNS, _MAX_CARDS = 3, 50
 _FILTERS = (
     "format_number",
     "format_p_value",
@@ -130,9 +130,9 @@ class PageTable:
         return spans if any(group for group, _ in spans) else []
 
     @property
-    def classes(self) -> str:
-        """Classes of its layout: `fold` makes a card of each row on a phone, where more columns do not fit."""
-        return " ".join(["fold"] * (len(self.columns) > _MAX_PHONE_COLUMNS) + ["narrow"] * self.is_narrow)
+    def is_folded(self) -> bool:
+        """True if a phone, which is too narrow for the columns, shows each row as a card; long tables are scrolled."""
+        return len(self.columns) > _MAX_PHONE_COLUMNS and len(self.rows) <= _MAX_CARDS
 
     def format_rows(self) -> Iterator[list[str]]:
         """Yield the rows as formatted text."""

@@ -165,7 +165,7 @@ def make_vertical_line(at: float, name: str, colour: str, dash: str) -> PlotMark
 
 def make_range_band(rows: FloatArray, name: str, colour: str) -> list[PlotMark]:
     """Make a line of the largest of curves `(curves, rounds)` and a band down to the smallest; no marks if none is above zero."""
-    kept = select_evenly(rows.shape[1])
+    kept = select_evenly(rows.shape[1], _MAX_CURVE_POINTS // 2)
     high, low = mask_nonpositive(rows.max(axis=0)[kept]), mask_nonpositive(rows.min(axis=0)[kept])
     if not np.isfinite(high).any():
         return []

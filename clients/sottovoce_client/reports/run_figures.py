@@ -49,8 +49,8 @@ EPSILON_STYLES = {
     "output": ("published decisions only", GREEN),
 }
 """Names and colours of a learner's epsilons on pages, by kind."""
-_MAX_FIGURE_POINTS = 4800
-"""Maximum number of points in all curves of a figure, which limits the size of a page with many learners."""
+_MAX_FIGURE_POINTS, _MIN_LINE_POINTS, _MAX_LINE_POINTS = 2400, 12, 200
+"""Maximum number of points in all curves of a figure, which limits the size of a page with many learners; limits per curve."""
 LEVEL_TITLES = {"record_use": "One use of the record replaced", "record": "All uses of the record replaced"}
 
 
@@ -81,7 +81,8 @@ def build_run_figures(summary: RunSummary) -> list[Figure]:
 def _learner_lines(names: Sequence[str], points: Sequence[tuple[FloatArray, FloatArray]]) -> list[PlotMark]:
     """Make a line for every learner: each in a panel of its own if they are few, else all thin and of one colour."""
     few = len(names) <= _MAX_LABELLED_LEARNERS
-    kept = [select_evenly(len(x), max(25, _MAX_FIGURE_POINTS // len(names))) for x, _ in points]
+    most = min(max(_MIN_LINE_POINTS, _MAX_FIGURE_POINTS // len(names)), _MAX_LINE_POINTS)
+    kept = [select_evenly(len(x), most) for x, _ in points]
     points = [(x[k], y[k]) for k, (x, y) in zip(kept, points, strict=True)]
     return [
         make_line(x, y, name, BLUE, width=1.8 if few else 1.0, panel=name if few else "")
@@ -206,6 +207,8 @@ def _losses(summary: RunSummary, level: str, title: str) -> Figure:
     close = PlotView("closer", across, Axis("privacy loss so far", low=-near, high=near))
     full = PlotView("whole budget", across, Axis("privacy loss so far"))
     views = (close, full) if far > 4 * near else (full, close) if far > 1.3 * near else (full,)
+    if len(cases) > _MAX_LABELLED_LEARNERS:
+        views = views[:1]  # the page would be large
     zero = make_reference_line([0, max(rounds)], [0, 0], "", RULE, "solid", width=1.0)
     marks = [*_claim(claims), zero, *_learner_lines([each.name for each, _ in cases], points)]
     return Figure(name, title, marks, views)
@@ -246,7 +249,9 @@ def _graph(summary: RunSummary) -> Figure:
         marks.append(make_dots(x[[k]], y[[k]], ": ".join(label), BLUE, width=18.0 if few else 11.0, fill=fill))
     view = PlotView("", Axis("", low=-1.9, high=1.9), Axis("", low=-1.4, high=1.4))
     text = f"{pluralize(n, 'learner')}, {pluralize(len(both) + len(one_way), 'edge')}"
-    return Figure("graph", "Who sends to whom", marks if n else (), (view,), 330, _graph_table(summary), text, is_table_beside=few)
+    return Figure(
+        "graph", "Who sends to whom", marks if n else (), (view,), 330, _graph_table(summary), text, is_table_beside=few
+    )
 
 
 def _graph_table(summary: RunSummary) -> PageTable:

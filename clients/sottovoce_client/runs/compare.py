@@ -210,7 +210,14 @@ def compare_to_folder(
         plain, heads = _list_columns(results), _list_heads(results)
         columns = [k for k, head in enumerate(plain) if head not in _NOT_IN_PAPERS]
         paper = Table.from_rows([heads[k] for k in columns], [[row[k] for k in columns] for row in _rows(results)])
-        files = partial(export_files, folder, export_formats, results, [*filter(None, [_plot_over_epsilon(results)]), *_figures(results)], paper)
+        files = partial(
+            export_files,
+            folder,
+            export_formats,
+            results,
+            [*filter(None, [_plot_over_epsilon(results)]), *_figures(results)],
+            paper,
+        )
         code = terminal.attempt("a file of --export", files) or code
         documents = [{**asdict(each.facts), "metrics": get_final_metrics(each.curves)} for each in runs]
         terminal.print_json_if_requested(lambda: {"folder": folder, "runs": documents, "failures": failures})

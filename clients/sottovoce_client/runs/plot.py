@@ -161,7 +161,9 @@ class HorizontalAxis:
             return found
         numbers = self._numbers
         fields = [
-            field for field in self.changed_fields if field == _SPEC or any(field in run.facts.changes for run in results.runs)
+            field
+            for field in self.changed_fields
+            if field == _SPEC or any(field in run.facts.changes for run in results.runs)
         ]
         own_numbers = [field for field in fields if all(_is_number(self._value(run, field)) for run in results.runs)]
         line_field = self.x if self.x in numbers else next(iter(own_numbers), None) if self.x == _EPSILON else None
@@ -179,7 +181,9 @@ class HorizontalAxis:
             for metric in runs[0].curves.curves:
                 if metric == _PRIVACY_LOSS and self.x == _EPSILON:  # that is the axis
                     continue
-                curve = make_final_line(x[order], [runs[k].curves for k in order], metric, is_curve=line_field is not None)
+                curve = make_final_line(
+                    x[order], [runs[k].curves for k in order], metric, is_curve=line_field is not None
+                )
                 found.setdefault(metric, []).append((name, curve))
         return found
 
@@ -187,11 +191,7 @@ class HorizontalAxis:
     def _numbers(self) -> list[str]:
         """Changed fields whose values are all numbers."""
         runs = [each for one in self.results.values() for each in one.runs]
-        return [
-            field
-            for field in self.changed_fields
-            if all(_is_number(self._value(each, field)) for each in runs)
-        ]
+        return [field for field in self.changed_fields if all(_is_number(self._value(each, field)) for each in runs)]
 
     @staticmethod
     def _value(run: Result, name: str) -> Any:
