@@ -33,13 +33,13 @@ from sottovoce_client.formatting import (
     format_rounds_done,
     pluralize,
 )
+from sottovoce_client.reports.run_figures import is_single_use
 from sottovoce_client.reports.run_report import (
     LEVEL_LABELS,
     compose_statements,
     determine_verdict,
     find_worst_case,
     is_above_claim,
-    is_single_use,
 )
 from sottovoce_client.runs.summary import LearnerSummary, ObservedPrivacyLoss, RunProgress, RunSummary
 from sottovoce_core.text import escape_control
