@@ -180,10 +180,10 @@ async def test_everything_is_reached_by_keyboard_in_its_order(browser: Browser) 
             "To the learners",
             "Edges as a table",
             "run-1-ab",
-            "old, finished",
             "Show all 20",
             "run-1",
             "run-0",
+            "old, finished",
         ]
 
 

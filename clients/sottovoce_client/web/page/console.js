@@ -360,9 +360,10 @@ function power(log) {
 
 function watch(view) {
   at("watch").hidden = !view;
-  // The files stand below the graph if the watch fills the other column.
+  // The captures stand below the graph if the watch fills the other column.
   const column = at(view ? "graph-part" : "notices-part").parentElement;
-  if (at("captures").parentElement !== column) column.append(at("captures"), at("reports"));
+  if (at("captures").parentElement !== column) column.append(at("captures"));
+  if (!at("reports").matches(":last-child")) at("reports").parentElement.append(at("reports"));
   if (!view) return;
   const combined = view.combined ? [{ ...view.combined, name: "combined" }] : [];
   // Of many learners, list those nearest to an alarm.
