@@ -40,7 +40,7 @@ NOT_RUN: dict[str, dict[str, Why]] = {
         "sottovoce transcript show s3": Why.ELSEWHERE,
     },
     "docs/audit/methods.md": {
-        "sottovoce lab power": Why.LONG,
+        "sottovoce lab self-test": Why.LONG,
     },
     "docs/audit/monitoring.md": {
         "sottovoce up wards.yaml --canaries": Why.TWICE,
