@@ -38,7 +38,10 @@ from tests.client.test_report import Page
 from tests.examples import made_up
 
 SECTIONS = [
+    "Results in numbers",
     "Three families of tests",
+    "Minimum detectable effects",
+    "Privacy losses and guesses",
     "Privacy loss of every run",
     "Distinguishing the worlds",
     "Round by round",
@@ -47,8 +50,15 @@ SECTIONS = [
     "The effect of the replacement",
     "Learner by learner",
     "All comparisons",
-    "What this does not show",
+    "Limits and terms",
     "How to repeat it",
+]
+POINTS = [
+    "The claim",
+    "Whom the verdict concerns",
+    "What was tried",
+    "Smallest violation that would be found",
+    "What the verdict does not mean",
 ]
 PLOTS = {
     *("losses", "roc", "cumulative", "single", "progress", "noise", "quantiles"),

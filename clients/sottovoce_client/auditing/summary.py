@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sottovoce_client.formatting import format_count, format_number, format_percent, pluralize
+from sottovoce_client.formatting import format_count, format_number, pluralize
 from sottovoce_core.auditing.audit import Audit
 from sottovoce_core.auditing.bounds import BudgetPart
 from sottovoce_core.auditing.foreign.audit import ForeignAudit
@@ -27,13 +27,13 @@ OBSERVERS = {
 _CAPTURE_READER = "an observer of the captured channels"
 _CIPHERTEXT_READER = "an observer of encrypted traffic, which sees sizes and times alone"
 
-_EXAMINERS = {
-    "conformance": "whether the noise in the messages is of the claimed kind and size, and new in every message",
-    "likelihood": "how often the best possible guess, by the algorithm itself, tells the two versions of the data apart",
-    "black box": "whether anything else in the recordings, examined by programs that learn, tells them apart",
+_QUESTIONS = {
+    "conformance": "Is the noise in the messages of the claimed kind and size, and new in every message?",
+    "likelihood": "How much does each run reveal about the record, computed by the algorithm itself?",
+    "black box": "Can programs that know nothing of the algorithm learn to tell the two worlds apart?",
 }
-"""Questions of the kinds of tests."""
-_NUMBER_WORDS = {1: "One kind of test", 2: "Two kinds of tests", 3: "Three kinds of tests"}
+"""Questions of the families of tests."""
+_FAMILY_COUNTS = {1: "One kind of test asks", 2: "Two kinds of tests ask", 3: "Three kinds of tests ask"}
 
 _HEADLINES = {
     "consistent": "Consistent: no violation was found",
@@ -41,12 +41,16 @@ _HEADLINES = {
     "no-claim": "Nothing was claimed",
 }
 _NOT_MEANT = {
-    "consistent": "That the data are private: nothing here proves the claim. Smaller violations, and other records that reveal "
-    "more, may remain. Data that leave by other ways (logs, files, predictions) were not examined.",
-    "refuted": "That the data of any person were read, that harm was done, or that it was done on purpose: most causes are "
-    "mistakes.",
-    "inconclusive": "Either that the claim holds, or that it does not.",
-    "no-claim": "That the messages are harmless: nothing protects them, as far as anyone claims.",
+    "consistent": (
+        "That the data are private.",
+        "Smaller violations may remain, and other records may reveal more.",
+        "Data that leave by other ways (logs, files, predictions) were not examined.",
+    ),
+    "refuted": (
+        "That the data of any person were read, that harm was done, or that it was done on purpose: most causes are mistakes.",
+    ),
+    "inconclusive": ("Either that the claim holds, or that it does not.",),
+    "no-claim": ("That the messages are harmless: nothing protects them, as far as anyone claims.",),
 }
 _PLAIN_PARTS: frozenset[BudgetPart] = frozenset({"marginal", "whole runs", "classifiers", "worlds"})
 """Parts of an audit whose minimum detectable effects a summary states; the page lists all of them further down."""
@@ -62,13 +66,13 @@ class AuditSummary:
         tone: colour of the verdict.
         headline: verdict in a line.
         finding: reason for the verdict, in sentences.
-        points: title and sentences of each further part, in reading order.
+        points: title and sentences of each further part, in reading order; the first sentence stands alone on the terminal.
     """
 
     tone: Tone
     headline: str
     finding: str
-    points: tuple[tuple[str, str], ...]
+    points: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 # ---- kinds of audits -------------------------------------------------------------------------------------------------
@@ -85,9 +89,9 @@ def summarise_audit(done: Audit, name: str) -> AuditSummary:
     summary = _summarise(
         done.verdict,
         found,
-        claim=f"{_describe_claim(found, name, observer)}{_describe_adjacency(plan)}",
-        scope=" ".join(_describe_scope(done, name, subject, observer)),
-        runs=f"{_count_runs(found)}, {'simulated' if done.source == 'the simulator' else 'recorded'}",
+        claim=(*_describe_claim(found, name, observer), _describe_adjacency(plan)),
+        scope=tuple(_describe_scope(done, name, subject, observer)),
+        runs=_count_runs(found, "simulated" if done.source == "the simulator" else "recorded"),
         families=[
             *(["conformance"] if found.select_family("conformance").tests else []),
             *(["likelihood"] if done.run_losses is not None else []),
@@ -98,7 +102,7 @@ def summarise_audit(done: Audit, name: str) -> AuditSummary:
     about = f" for {subject}" if subject not in (None, name) else " for the run" if subject is None else ""
     headline = f"Refuted: the claim{about} does not hold" if done.verdict.kind == "refuted" else summary.headline
     if is_partial:
-        headline = "Consistent: nothing was found in the noise; the two versions of the data were not compared"
+        headline = "Consistent: nothing was found in the noise; the two worlds were not compared"
         summary = replace(summary, tone="partial")
     if done.unproven_reason:
         headline += f" ({done.unproven_reason})"
@@ -113,9 +117,11 @@ def summarise_foreign_audit(done: ForeignAudit, name: str) -> AuditSummary:
         done.verdict,
         done.findings,
         claim=_describe_claim(done.findings, "the service", _CAPTURE_READER),
-        scope=f"It is about {name}, and {_CAPTURE_READER}. Two copies of the service ran, on data that differ in one record. "
-        "Any other difference between the copies (a name, a version) counts as well.",
-        runs=f"{_count_runs(done.findings)}, recorded",
+        scope=(
+            f"It is about {name}, and {_CAPTURE_READER}.",
+            "Two copies of the service ran, on data that differ in one record; any other difference counts as well.",
+        ),
+        runs=_count_runs(done.findings, "recorded"),
         families=families,
         assumptions=_list_order_assumptions(done),
     )
@@ -127,9 +133,12 @@ def summarise_ciphertext_audit(done: ForeignAudit, plan: AuditPlan, assumptions:
     return _summarise(
         done.verdict,
         done.findings,
-        claim=f"{_describe_claim(done.findings, name, _CIPHERTEXT_READER)}{_describe_adjacency(plan)}",
-        scope=f"It is about the records of {name}, and {_CIPHERTEXT_READER}. Compared: {plan.worlds.description}.",
-        runs=f"{_count_runs(done.findings)}, recorded",
+        claim=(*_describe_claim(done.findings, name, _CIPHERTEXT_READER), _describe_adjacency(plan)),
+        scope=(
+            f"It is about the records of {name}, and {_CIPHERTEXT_READER}.",
+            f"Compared: {plan.worlds.description}.",
+        ),
+        runs=_count_runs(done.findings, "recorded"),
         families=["black box"],
         assumptions=(*assumptions, *_list_order_assumptions(done)),
     )
@@ -148,21 +157,22 @@ def _summarise(
     verdict: Verdict,
     found: Findings,
     *,
-    claim: str,
-    scope: str,
+    claim: tuple[str, ...],
+    scope: tuple[str, ...],
     runs: str,
     families: Sequence[str],
     assumptions: Sequence[str],
 ) -> AuditSummary:
-    questions = "; ".join(_EXAMINERS[family] for family in families)
-    tried = f"{runs}. {_NUMBER_WORDS[len(families)]}: {questions}." if families else f"{runs}."
+    questions = " ".join(_QUESTIONS[family] for family in families)
+    tried = (f"{_FAMILY_COUNTS[len(families)]}: {questions}",) if families else ()
+    power, assumed = _describe_power(verdict, found), " ".join(assumptions)
     points = (
         ("The claim", claim),
         ("Whom the verdict concerns", scope),
-        ("What was tried", f"{tried} {_describe_confidence(found)}"),
-        ("Smallest violation that would be found", _describe_power(found)),
+        ("What was tried", (runs, *tried, *_describe_confidence(found))),
+        ("Smallest violation that would be found", (power,) if power else ()),
         ("What the verdict does not mean", _NOT_MEANT[verdict.kind]),
-        ("What it assumes", " ".join(assumptions)),
+        ("What it assumes", (assumed,) if assumed else ()),
     )
     is_weak = verdict.kind == "consistent" and verdict.is_weak
     tones: dict[str, Tone] = {"consistent": "weak" if is_weak else "consistent", "refuted": "refuted"}
@@ -171,19 +181,19 @@ def _summarise(
         tones.get(verdict.kind, "open"),
         headline.replace(":", " with a weak claim:") if is_weak else headline,
         _describe_finding(verdict, found),
-        tuple((title, text) for title, text in points if text),
+        tuple((title, sentences) for title, sentences in points if sentences),
     )
 
 
 def _describe_finding(verdict: Verdict, found: Findings) -> str:
     if verdict.kind == "consistent":
-        return "The tests found nothing that contradicts the claim."
+        return "The tests found nothing that contradicts the claim. That is no proof of it."
     if verdict.kind == "no-claim":
-        return "Without a claim, nothing can fail. The numbers below say what the messages reveal."
-    reason = re.sub(r" \([^()]*\)$", "", verdict.evidence[0]) if verdict.evidence else ""
+        return "Without a claim, nothing can fail. The details below say what the messages reveal."
+    reason = _remove_remark(verdict.evidence[0]) if verdict.evidence else ""
     reason = f"{reason[:1].upper()}{reason[1:]}." if reason else verdict.text
     if verdict.kind == "inconclusive":
-        return f"{reason} Nothing else speaks against the claim."
+        return reason
     chance = "never shows this" if found.excess else f"shows this in at most {_format_odds(found)} audits"
     return f"{reason} A system that keeps its claim {chance}. Do not rely on the claim until the cause is known."
 
@@ -192,28 +202,29 @@ def _format_odds(found: Findings) -> str:
     return f"one of {format_count(round(1 / found.alpha_allocation.alpha))}"
 
 
-def _describe_claim(found: Findings, owner: str, observer: str) -> str:
+def _describe_claim(found: Findings, owner: str, observer: str) -> tuple[str, ...]:
     if math.isinf(found.claim):
-        return f"None: nothing finite is promised against {observer} (ε, epsilon, is infinite)."
+        return (f"None: nothing finite is promised against {observer} (ε, epsilon, is infinite).",)
     epsilon = f"ε (epsilon) is {format_number(found.claim)}"
     if found.loss_bound is not None:
-        epsilon += (
-            f", and {format_number(found.stated_epsilon)} with δ (delta) {found.loss_bound.delta:g}, "
-            "the probability that more is revealed"
-        )
-    elif found.delta:
-        epsilon += f", with δ (delta) {found.delta:g}, the probability that more is revealed"
+        epsilon += f", and {format_number(found.stated_epsilon)}"
+    if delta := _get_delta(found):
+        epsilon += f" at δ (delta) {delta:g}, the probability that more is revealed"
     return (
-        f"The messages of {owner} hardly help {observer}, which knows all else, to guess which of two versions of a record "
-        f"was used: {epsilon}. {_describe_guesses(found)}"
+        f"It limits how well {observer}, which knows all else, can guess which of two versions of a record {owner} used: "
+        f"{epsilon}.",
+        _describe_guesses(found),
     )
+
+
+def _get_delta(found: Findings) -> float:
+    return found.delta if found.loss_bound is None else found.loss_bound.delta
 
 
 def _describe_guesses(found: Findings) -> str:
     """Describe the largest share of right guesses, `(e^epsilon + delta) / (1 + e^epsilon)`."""
-    delta = found.delta if found.loss_bound is None else found.loss_bound.delta
     odds = math.exp(-found.stated_epsilon)
-    right = 100.0 * (1.0 + delta * odds) / (1.0 + odds)
+    right = 100.0 * (1.0 + _get_delta(found) * odds) / (1.0 + odds)
     if found.stated_epsilon > WEAK_EPSILON:
         return "In the worst case nearly all such guesses are right: this claim gives almost no protection."
     share = "more than 99" if right > _MAX_SHOWN_SHARE else format_number(right, 3)
@@ -221,7 +232,7 @@ def _describe_guesses(found: Findings) -> str:
 
 
 def _describe_adjacency(plan: AuditPlan) -> str:
-    return f" The two versions of the data differ by {plan.guarantee.adjacency_description}."
+    return f"The two versions of the data, called worlds, differ by {plan.guarantee.adjacency_description}."
 
 
 def _describe_scope(done: Audit, name: str, subject: str | None, observer: str) -> Iterator[str]:
@@ -239,23 +250,28 @@ def _describe_scope(done: Audit, name: str, subject: str | None, observer: str) 
         yield f"The claim was made for {OBSERVERS[ThreatModel.OUTPUT]}: the verdict does not concern published decisions."
 
 
-def _count_runs(found: Findings) -> str:
+def _count_runs(found: Findings, origin: str) -> str:
     if not found.has_both_worlds:
-        return f"{pluralize(found.runs, 'run')} of one version of the data"
-    return f"{pluralize(2 * found.runs, 'run')}: {format_count(found.runs)} on each of two versions of the data"
+        return f"{pluralize(found.runs, f'{origin} run')} of one world."
+    return f"{pluralize(2 * found.runs, f'{origin} run')}, about half of them in each of two worlds."
 
 
-def _describe_confidence(found: Findings) -> str:
-    share = format_percent(found.alpha_allocation.alpha)
-    return "" if math.isinf(found.claim) else f"A true claim is called refuted with a probability of at most {share}."
+def _describe_confidence(found: Findings) -> Iterator[str]:
+    if math.isfinite(found.claim):
+        share = format_number(100.0 * found.alpha_allocation.alpha)
+        yield f"A claim that holds is called refuted with a probability of at most {share} %."
 
 
-def _describe_power(found: Findings) -> str:
+def _describe_power(verdict: Verdict, found: Findings) -> str:
     """Describe the minimum detectable effects in words; empty if nothing was claimed."""
     if math.isinf(found.claim):
         return ""
-    if found.undetectable_violation:
-        violation = re.sub(r" \([^()]*\)$", "", found.undetectable_violation)
-        return f"None that matters: this audit is so small that it would not have found even {violation}."
-    texts = [effect.text for effect in found.detectable_effects if effect.part in _PLAIN_PARTS]
+    if found.undetectable_violation and verdict.kind != "refuted":
+        return f"Not even {_remove_remark(found.undetectable_violation)}: the audit is too small."
+    texts = [_remove_remark(effect.text) for effect in found.detectable_effects if effect.part in _PLAIN_PARTS]
     return f"With a probability of 90 %: {'; '.join(texts)}." if texts else "Not known."
+
+
+def _remove_remark(text: str) -> str:
+    """Remove a remark for experts, in brackets at the end."""
+    return re.sub(r" \([^()]*\)$", "", text)

@@ -437,7 +437,9 @@ def _list_world_effects(plan: AuditPlan) -> Iterator[DetectableEffect]:
     if plan.adversary.can_replay:
         needed = _find_min_epsilon(plan)
         if math.isfinite(needed):
-            yield DetectableEffect("whole runs", needed, f"messages that reveal all that an epsilon of {needed:.3g} allows")
+            yield DetectableEffect(
+                "whole runs", needed, f"messages that reveal all that an epsilon of {needed:.3g} allows"
+            )
     area = 0.5 + 5.6 / math.sqrt(6 * min(pair.runs for pair in plan.pairs))
     if area < 1.0:
         text = f"a length, a time or a count that is larger in one world than in the other in {100 * area:.0f} of 100 pairs"
