@@ -91,7 +91,9 @@ def report(name: str, folder: Path) -> None:
     run(recipe.command, folder)
     with browser(1280, 1000) as tab:
         tab.goto((folder / recipe.page).as_uri())
-        bottom = max(box["y"] + box["height"] for box in map(_box, tab.locator("section, .fold").all()[: recipe.sections]))
+        bottom = max(
+            box["y"] + box["height"] for box in map(_box, tab.locator("section, .fold").all()[: recipe.sections])
+        )
         tab.screenshot(path=IMAGES / name, full_page=True, clip={"x": 0, "y": 0, "width": 1280, "height": bottom + 12})
 
 
