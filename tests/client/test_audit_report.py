@@ -154,8 +154,8 @@ def test_the_command_repeats_it(done: Audit, published: Audit) -> None:
 
 def opening_of(html: str) -> str:
     """Text of a page before its first folded part."""
-    assert '<details class="fold">' in html and "<details open" not in html
-    return Page(html[: html.index('<p class="note folds">')].partition("</header>")[2]).text
+    assert '<details class="part">' in html and "<details open" not in html
+    return Page(html[: html.index('<p class="note parts">')].partition("</header>")[2]).text
 
 
 def of_too_few() -> Audit:
@@ -205,7 +205,7 @@ def test_a_page_opens_with_claim_verdict_and_limits(
     assert places == sorted(places)
     assert opening.count(f"{2 * audit.findings.runs:,} simulated runs") == 1
     assert not re.search(r"AUC|stream|scale|p-value|likelihood|black box", opening)
-    assert "<section" not in html.split('<p class="note folds">')[1]  # folds, and nothing else
+    assert "<section" not in html.split('<p class="note parts">')[1]  # folded parts, and nothing else
     console = Console(width=1000, record=True, file=io.StringIO())
     print_verdict(audit.verdict, summarise_audit(audit, "learner-1"), "learner-1", (), (), console)
     printed = [line.partition(": ") for line in console.export_text().splitlines()]

@@ -92,7 +92,7 @@ def report(name: str, folder: Path) -> None:
     with browser(1280, 1000) as tab:
         tab.goto((folder / recipe.page).as_uri())
         bottom = max(
-            box["y"] + box["height"] for box in map(_box, tab.locator("section, .fold").all()[: recipe.sections])
+            box["y"] + box["height"] for box in map(_box, tab.locator("section, .part").all()[: recipe.sections])
         )
         tab.screenshot(path=IMAGES / name, full_page=True, clip={"x": 0, "y": 0, "width": 1280, "height": bottom + 12})
 
