@@ -21,11 +21,12 @@ from sottovoce_client.formatting import MISSING_VALUE, format_number, format_per
 from sottovoce_client.reports.figure import Figure
 from sottovoce_client.reports.page import Page, PageColumn, PageTable
 from sottovoce_client.reports.plot_elements import (
+    BLUE,
     FAINT,
-    PALETTE,
-    RULE,
+    INK,
     Axis,
     PlotView,
+    make_band,
     make_line,
     make_reference_line,
     select_evenly,
@@ -53,6 +54,8 @@ MAX_PICTURES_PER_ROW = 8
 """Maximum number of pictures in a row."""
 _REFERENCES = {"blank": "a blank picture", "mean record": "the mean record", "random record": "a random record"}
 """Descriptions of the guesses that need no message."""
+_MAX_ROC_POINTS = 200
+"""Maximum number of drawn points of an ROC."""
 _MIN_ERROR = 1e-9
 """Mean squared error that counts as rounding."""
 _GET_TORCH = format_install_hint("torch")
@@ -85,7 +88,9 @@ def _build_gallery_page(gallery: Gallery) -> Page:
         heading = f"{share} recognised in the {messages}."
     else:
         heading = f"Without noise on the wire: {share} recovered and recognised."
+    curves = [_plot_roc(each, k) for k, each in enumerate(gallery.memberships)]
     values = {
+        "curves": list(zip(curves, map(_describe_share, gallery.memberships), strict=True)),
         "source": gallery.source,
         "heading": heading,
         "right": right,
@@ -97,7 +102,7 @@ def _build_gallery_page(gallery: Gallery) -> Page:
         "get_torch": _GET_TORCH,
         "runs": gallery.memberships[0].guesses.runs if gallery.memberships else 0,
     }
-    return Page("gallery.html.j2", [_build_guesses_table(gallery.memberships), _plot_roc(gallery.memberships)], values)
+    return Page("gallery.html.j2", [_build_guesses_table(gallery.memberships), *curves], values)
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
@@ -170,6 +175,14 @@ def _encode_chunk(kind: bytes, data: bytes) -> bytes:
 # ---- membership ------------------------------------------------------------------------------------------------------
 
 
+def _describe_share(row: MembershipInference) -> str:
+    return f"{format_percent(row.guesses.rate)} right (95 % interval: {_format_interval(row)})"
+
+
+def _format_interval(row: MembershipInference) -> str:
+    return f"{format_percent(row.guesses.low).removesuffix(' %')}{MISSING_VALUE}{format_percent(row.guesses.high)}"
+
+
 def _build_guesses_table(rows: Sequence[MembershipInference]) -> PageTable:
     texts = ("algorithm, decisions", "records", "view")
     columns = [PageColumn(head, kind="text") for head in texts]
@@ -180,7 +193,7 @@ def _build_guesses_table(rows: Sequence[MembershipInference]) -> PageTable:
             each.record,
             each.view,
             format_percent(each.guesses.rate),
-            f"{format_percent(each.guesses.low).removesuffix(' %')}{MISSING_VALUE}{format_percent(each.guesses.high)}",
+            _format_interval(each),
             format_number(each.guesses.bound, 3),
             format_number(each.claim) if each.is_covered else "none",
             format_percent(1.0 / (1.0 + math.exp(-each.claim))) if each.is_covered else "100.0 %",
@@ -190,20 +203,51 @@ def _build_guesses_table(rows: Sequence[MembershipInference]) -> PageTable:
     return PageTable("guesses", "Was this record learned?", columns, cells)
 
 
-def _plot_roc(rows: Sequence[MembershipInference]) -> Figure:
-    """Plot the ROC of every row, and the regions that the claims allow."""
-    title = "Guesses of membership"
-    marks = [make_reference_line([0, 1], [0, 1], "a coin", RULE, "solid")]
-    claims = sorted({round(each.claim, 6) for each in rows if each.is_covered})
-    for claim, dash in zip(claims, ("dot", "dash", "dashdot"), strict=False):
-        corner, name = 1.0 / (1.0 + math.exp(claim)), f"limit of ε = {format_number(claim)}"
-        marks.append(make_reference_line([0, corner, 1], [0, 1 - corner, 1], name, FAINT, dash))
-    for each, colour in zip(rows, PALETTE, strict=False):
-        kept = select_evenly(len(each.guesses.false_alarms))
-        name = f"{each.algorithm}, ε = {format_number(each.claim)}: {each.record}, from {each.view}"
-        marks.append(make_line(each.guesses.false_alarms[kept], each.guesses.detections[kept], name, colour))
+def _plot_roc(row: MembershipInference, k: int) -> Figure:
+    """Plot the ROC of row k with its band, and the limit of the claim."""
+    guesses = row.guesses
+    across, low, high = compute_roc_band(guesses.false_alarms, guesses.detections, guesses.runs // 2)
+    marks = [
+        make_band(across, low, high, BLUE, "95 % band"),
+        make_reference_line([0, 1], [0, 1], "a coin", FAINT, "dot"),
+    ]
+    if row.is_covered:
+        corner = 1.0 / (1.0 + math.exp(row.claim))
+        name = f"limit of ε = {format_number(row.claim)}"
+        marks.append(make_reference_line([0, corner, 1], [0, 1 - corner, 1], name, INK))
+    kept = select_evenly(len(guesses.false_alarms), _MAX_ROC_POINTS)
+    marks.append(make_line(guesses.false_alarms[kept], guesses.detections[kept], "guesses", BLUE))
     axes = (Axis(title, low=0.0, high=1.005, value_format="share") for title in ("false alarms", "detections"))
-    return Figure("roc", title, marks if rows else (), (PlotView("", *axes),), height=420)
+    title = f"{row.algorithm}, ε = {format_number(row.claim)}: {row.record}, from {row.view}"
+    return Figure(f"roc-{k}", title, marks, (PlotView("", *axes),), height=400)
+
+
+def compute_roc_band(
+    false_alarms: FloatArray, detections: FloatArray, runs: int
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Compute the band that contains a whole ROC with 95 % confidence.
+
+    By the inequality of Dvoretzky, Kiefer and Wolfowitz with Massart's constant, each of both rates is within
+    `sqrt(log(2 / 0.025) / (2 runs))` of its expectation at all thresholds, with probability 0.975.
+
+    Args:
+        false_alarms, detections: `(points,)` rates, ascending.
+        runs: number of runs of each world.
+
+    Returns:
+        `(101,)` rates of false alarms, lower edge and upper edge of the band.
+    """
+    width = math.sqrt(math.log(2.0 / 0.025) / (2.0 * runs))
+    across = np.linspace(0.0, 1.0, 101)
+
+    def interpolate(rates: FloatArray) -> FloatArray:
+        """Return the largest rate of detections with at most these false alarms."""
+        below = np.searchsorted(false_alarms, rates, side="right") - 1
+        return np.where(below < 0, 0.0, detections[np.maximum(below, 0)])
+
+    low = np.clip(interpolate(across - width) - width, 0.0, 1.0)
+    high = np.clip(np.where(across + width >= 1.0, 1.0, interpolate(across + width)) + width, 0.0, 1.0)
+    return across, low, high
 
 
 # ---- gallery ---------------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def test_a_replacement_that_no_loss_is_defined_for_is_refused(
 
 def test_whoever_sees_decisions_only_replays_nothing(spec: Path, tmp_path: Path) -> None:
     _, text, document = shown(prepare(load_spec(spec)), tmp_path, threat=ThreatModel.OUTPUT)
-    assert "output." in text and "not known to this adversary" in text
+    assert "published decisions only" in text and "not known to this adversary" in text
     assert document["likelihood"] is None and document["single_rounds"] is None and document["threat_model"] == "output"
     assert document["epsilon"]["largest_realised"] is None
 

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from sottovoce_client.auditing.plots import (
     find_most_different_number,
 )
 from sottovoce_client.auditing.report import build_audit_page
+from sottovoce_client.auditing.summary import summarise_audit
 from sottovoce_core.auditing.audit import Audit, audit_simulated
 from sottovoce_core.auditing.bounds import compute_epsilon_lower_bound
 from sottovoce_core.auditing.likelihood import LossBound, RunLosses
@@ -38,17 +40,21 @@ from tests.client.test_report import Page
 from tests.examples import made_up
 
 SECTIONS = [
-    "Three families of tests",
-    "Privacy loss of every run",
-    "Distinguishing the worlds",
-    "Round by round",
-    "Lower bound by number of runs",
+    "Results in numbers",
+    "Privacy losses and guesses",
     "The noise in the messages",
     "The effect of the replacement",
     "Learner by learner",
     "All comparisons",
-    "What this does not show",
+    "Limits and terms",
     "How to repeat it",
+]
+POINTS = [
+    "The claim",
+    "Whom the verdict concerns",
+    "What was tried",
+    "Smallest violation that would be found",
+    "What the verdict does not mean",
 ]
 PLOTS = {
     *("losses", "roc", "cumulative", "single", "progress", "noise", "quantiles"),
@@ -102,7 +108,7 @@ def test_everything_is_there_and_nothing_is_loaded(done: Audit, tmp_path: Path) 
     build_audit_page(done, "learner-1", 7).write(tmp_path / "audit.html")
     text = (tmp_path / "audit.html").read_text(encoding="utf-8")
     page = Page(text)
-    assert [heading for heading in page.headings if heading in SECTIONS] == SECTIONS
+    assert page.headings == SECTIONS
     assert set(page.plots) == PLOTS and len(page.plots) == len(PLOTS)
     assert page.loads == []
     assert "default-src 'none'" in text
@@ -113,11 +119,12 @@ def test_figures_are_those_of_the_audit(done: Audit) -> None:
     text = page_of(done).text
     guessed, rounds = done.findings.whole_run_bound, done.findings.round_bounds
     assert guessed is not None and rounds is not None
-    assert "learner-1" in text and "200 runs of each world" in text and "95 % confidence" in text and "seed 7" in text
+    assert "learner-1" in text and "200 runs of each world" in text and "--confidence 0.95 --seed 7" in text
     assert f"Claimed ε {done.findings.claim:.4g}" in text
     assert f"The paper’s own ε {done.plan.guarantee.paper_epsilon[-1]:.4g}" in text
     assert f"Largest exact loss {done.largest_loss:.4g}" in text
-    assert f"{guessed.correct_guesses} of {guessed.guesses}" in text
+    pair = f"{len(done.run_worlds)} runs of the first pair of worlds"
+    assert f"{guessed.guesses} of {pair} reveal enough to be guessed; {guessed.correct_guesses} of these" in text
     assert f"ε is at least {done.findings.epsilon_lower_bound:.3g}" in text
     assert done.findings.epsilon_lower_bound == max(bound.value for bound in done.findings.bounds)
 
@@ -142,6 +149,70 @@ def test_the_command_repeats_it(done: Audit, published: Audit) -> None:
     assert "Simulated runs" not in elsewhere
 
 
+# ---- the first page --------------------------------------------------------------------------------------------------
+
+
+def opening_of(html: str) -> str:
+    """Text of a page before its first folded part."""
+    assert '<details class="part">' in html and "<details open" not in html
+    return Page(html[: html.index('<p class="note parts">')].partition("</header>")[2]).text
+
+
+def of_too_few() -> Audit:
+    return audited(SETUPS["pd-ftgl"], threat=ThreatModel.OUTPUT, runs=40)
+
+
+def of_no_claim() -> Audit:
+    return audited(EXPOSED["d-ogd"], runs=10)
+
+
+def at_a_delta() -> Audit:
+    run = long("ldp-dol").build()
+    return audit_simulated(plan_audit(run, made_up(run.spec, 2), 1, runs=60, seed=1, delta=0.001))
+
+
+@pytest.mark.parametrize(
+    ("made", "headline", "sentence"),
+    [
+        ("done", "Consistent with a weak claim: no violation was found", "That is no proof of it."),
+        (
+            "published",
+            "Consistent: no violation was found",
+            "an observer of published decisions only, which knows all else",
+        ),
+        ("broken", "Refuted: the claim does not hold", "Do not rely on the claim until the cause is known."),
+        (
+            of_too_few,
+            "Inconclusive: this audit cannot decide",
+            "Not even a learner without noise: the audit is too small.",
+        ),
+        (of_no_claim, "Nothing was claimed", "as far as anyone claims"),
+        (at_a_delta, "Consistent with a weak claim", "at δ (delta) 0.001, the probability that more is revealed"),
+    ],
+)
+def test_a_page_opens_with_claim_verdict_and_limits(
+    request: pytest.FixtureRequest, made: str | Callable[[], Audit], headline: str, sentence: str
+) -> None:
+    """All that follows is folded away, and the same sentences are printed."""
+    audit: Audit = request.getfixturevalue(made) if isinstance(made, str) else made()
+    html = build_audit_page(audit, "learner-1", 7).to_html()
+    opening, points = (
+        opening_of(html),
+        [each for each in POINTS if audit.verdict.kind != "no-claim" or "Smallest" not in each],
+    )
+    assert opening.startswith(headline) and sentence in opening
+    places = [opening.index(f"{each} ") for each in points]
+    assert places == sorted(places)
+    assert opening.count(f"{2 * audit.findings.runs:,} simulated runs") == 1
+    assert not re.search(r"AUC|stream|scale|p-value|likelihood|black box", opening)
+    assert "<section" not in html.split('<p class="note parts">')[1]  # folded parts, and nothing else
+    console = Console(width=1000, record=True, file=io.StringIO())
+    print_verdict(audit.verdict, summarise_audit(audit, "learner-1"), "learner-1", (), (), console)
+    printed = [line.partition(": ") for line in console.export_text().splitlines()]
+    assert [title for title, _, _ in printed if title in POINTS] == points
+    assert all(text.strip() in opening for title, _, text in printed if title in POINTS)
+
+
 # ---- the verdict -----------------------------------------------------------------------------------------------------
 
 
@@ -149,11 +220,11 @@ def test_what_is_broken_is_shown_where_it_was_found(broken: Audit) -> None:
     text = build_audit_page(broken, "learner-1", 7).to_html()
     assert '<div class="verdict refuted">' in text
     assert '<div class="family refuted"><h3>Conformance' in text
-    assert '<th scope="row" class="over"' in text
+    assert re.search(r'<th scope="row" title="[^"]*" class="over"', text)
     for each in broken.verdict.evidence[:8]:
         assert Page(text).text.count(each) == 1
-    said = "never does" if broken.findings.excess else "shows in at most one of 20 audits"
-    assert f"a learner which keeps its promise {said}" in Page(text).text
+    said = "never shows this" if broken.findings.excess else "shows this in at most one of 20 audits"
+    assert f"A system that keeps its claim {said}" in opening_of(text)
 
 
 def test_who_is_refuted_by_the_noise_of_another_is_that_other_one(done: Audit, tmp_path: Path) -> None:
@@ -213,18 +284,21 @@ def test_no_verdict_is_put_more_strongly_than_it_is(done: Audit, kind: VerdictKi
     assert "reason <0>" not in page.text  # the first one stands in the sentence
     assert "reason <1>" not in text  # escaped
     assert not re.search(
-        r"\b(is|are) (safe|private|proven)\b", page.text.replace("does not show that the learner is private", "")
+        r"\b(is|are) (safe|private|proven)\b",
+        page.text.replace("does not show that the learner is private", "").replace(
+            "not mean That the data are private", ""
+        ),
     )
 
 
 def test_a_weak_claim_is_amber_on_the_page_and_in_the_terminal(done: Audit) -> None:
     for weak, tone, colour in ((True, "weak", "yellow"), (False, "consistent", "green")):
-        verdict = Verdict("consistent", "so", is_weak=weak)
-        text = build_audit_page(replace(done, verdict=verdict), "learner-1", 7).to_html()
+        judged = replace(done, verdict=Verdict("consistent", "so", is_weak=weak))
+        text = build_audit_page(judged, "learner-1", 7).to_html()
         assert f'<div class="verdict {tone}">' in text
         assert ("Consistent with a weak claim: no violation was found" in text) == weak
         console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True)
-        print_verdict(verdict, "north", (), (), console)
+        print_verdict(judged.verdict, summarise_audit(judged, "learner-1"), "north", (), (), console)
         code = {"yellow": "33", "green": "32"}[colour]
         assert f"\x1b[{code}mCONSISTENT" in console.export_text(styles=True)
 
@@ -235,13 +309,15 @@ def test_a_page_says_what_its_epsilon_lets_somebody_guess(done: Audit) -> None:
     one = replace(done, plan=replace(done.plan, guarantee=small), findings=replace(done.findings, claim=1.0))
     text = page_of(one).text
     assert (
-        "in the worst case 73.1 of 100 guesses between the two are right" in text and "almost no protection" not in text
+        "In the worst case 73.1 of 100 such guesses are right; 50 are by chance." in text
+        and "almost no protection" not in text
     )
     stated = LossBound(delta=0.1, claim=0.0, level=0.01, runs=200, rank=3, loss=0.5)
     at_delta = replace(one, plan=replace(one.plan, delta=0.1), findings=replace(one.findings, loss_bound=stated))
     text = page_of(at_delta).text
-    assert "The promise is ε 0 at delta 0.1: in the worst case 55 of 100 guesses" in text
-    assert done.plan.epsilon > 10 and "it gives almost no protection" in page_of(done).text
+    assert "ε (epsilon) is 1, and 0 at δ (delta) 0.1, the probability that more is revealed" in text
+    assert "In the worst case 55 of 100 such guesses are right" in text
+    assert done.plan.epsilon > 10 and "this claim gives almost no protection" in page_of(done).text
 
 
 def test_the_audited_learner_has_two_losses_and_each_is_named(done: Audit) -> None:
@@ -255,8 +331,9 @@ def test_the_audited_learner_has_two_losses_and_each_is_named(done: Audit) -> No
 def test_runs_of_one_world_are_called_what_the_terminal_calls_them(done: Audit) -> None:
     found = replace(done.findings, has_both_worlds=False, bounds=(), round_bounds=None, runs=1)
     text = page_of(replace(done, findings=found, verdict=Verdict("consistent", "so"))).text
-    assert "Consistent: nothing was found in the noise; worlds were not guessed" in text
-    assert "It compared" not in text and "1 run of a training was recorded" in text
+    assert "Consistent: nothing was found in the noise; the two worlds were not compared" in text
+    assert "It compared" not in text and "1 simulated run of one world" in text
+    assert "Can programs" not in text
 
 
 # ---- what is missing or infinite -------------------------------------------------------------------------------------
@@ -268,7 +345,7 @@ def test_infinite_losses_are_said_and_not_drawn(exposed: Audit) -> None:
     assert f"{2 * exposed.plan.runs} runs cannot be drawn" in page.text
     assert "belong to the first world" not in page.text  # none is drawn
     assert "Largest exact loss ∞" in page.text
-    assert "its findings do not concern published decisions" in page.text
+    assert "the verdict does not concern published decisions" in page.text
     assert not any(re.search("nan|inf", place) for place in page.drawn)
 
 
@@ -277,7 +354,8 @@ def test_who_hears_no_message_has_nothing_to_replay(published: Audit) -> None:
     assert published.run_losses is None
     assert set(page.plots) <= {"coupled", "coupled-close", "coordinate"}
     assert page.text.count("sees no message") >= 3
-    assert "Exact losses" in page.headings and "Learner by learner" not in page.headings
+    without = {"Privacy losses and guesses", "The noise in the messages", "Learner by learner"}
+    assert page.headings == [each for each in SECTIONS if each not in without]
 
 
 @pytest.mark.parametrize(

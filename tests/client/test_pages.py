@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sottovoce_client.auditing.foreign_audit import _build_page
+from sottovoce_client.auditing.foreign_runs import ForeignRequest, ForeignRuns
 from sottovoce_client.auditing.report import build_audit_page
 from sottovoce_client.privacy.budget import BudgetRequest, _budget_page, _compute_line
 from sottovoce_client.privacy.tradeoff import TradeoffRequest, _Measurement, _solve, _tradeoff_page
@@ -21,6 +23,8 @@ from sottovoce_client.reports.run_report import build_run_page
 from sottovoce_client.runs.compare import make_compare_page
 from sottovoce_client.runs.summary import DetectionSummary
 from sottovoce_core.auditing.audit import Audit, audit_simulated
+from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_traffic
+from sottovoce_core.auditing.foreign.repeats import Anomaly
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.results import Facts, Result, Results
@@ -32,6 +36,7 @@ from sottovoce_lab.simulated_attacks import Gallery, MembershipInference, _Guess
 from tests.claims import SETUPS
 from tests.client.summaries import learner, summary
 from tests.client.test_report import Page as Parsed
+from tests.core.test_audit_foreign import CENTRED, conversations, raw_later
 from tests.examples import made_up
 
 HOSTILE = '<script>alert("&")'
@@ -76,6 +81,16 @@ def of_an_audit(name: str) -> Page:
     return build_audit_page(replace(done, source=name, plan=plan), name, 1)
 
 
+@cache
+def audited_traffic() -> ForeignAudit:
+    return audit_traffic(conversations(raw_later, 60), claim=1.0, noise={"total": CENTRED})
+
+
+def of_a_foreign_audit(name: str) -> Page:
+    done = replace(audited_traffic(), anomalies=(Anomaly("repetition", name, 1, name),))
+    return _build_page(done, ForeignRuns(capture_digests={name: "ab"}), ForeignRequest(name, claim=1.0), "cd")
+
+
 def of_a_gallery(name: str) -> Page:
     pictures = np.linspace(0, 1, 8).reshape(2, 4)
     guesses = {each: ReferenceGuess(pictures, 0.2) for each in ("blank", "mean record", "random record")}
@@ -110,7 +125,7 @@ def of_a_tradeoff(name: str) -> Page:
     )
 
 
-PAGES = (of_a_run, of_an_audit, of_a_gallery, of_a_comparison, of_a_budget, of_a_tradeoff)
+PAGES = (of_a_run, of_an_audit, of_a_foreign_audit, of_a_gallery, of_a_comparison, of_a_budget, of_a_tradeoff)
 
 
 @pytest.mark.parametrize("made", PAGES)

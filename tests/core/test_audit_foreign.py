@@ -556,7 +556,7 @@ def test_noise_with_its_centre_is_consistent_with_few_runs() -> None:
 
     assert (
         known.verdict.kind == "consistent"
-        and "noise whose scale is wrong by" in known.findings.detectable_effects[0].text
+        and "noise whose size is wrong by" in known.findings.detectable_effects[0].text
     )
     assert free.verdict.kind == "inconclusive"
 

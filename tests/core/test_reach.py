@@ -42,7 +42,7 @@ def least(plan: AuditPlan, numbers: int) -> dict[str, float]:
 def test_more_numbers_show_smaller_errors() -> None:
     """At alpha = 0.05; an error of the scale is found at (z + 1.28)/sqrt(N), audit-wide level 0.05 * 2/15 / 8 two-sided."""
     few, many = (least(planned(), numbers) for numbers in (10_000, 40_000))
-    error = "noise whose scale is wrong"
+    error = "noise whose size is wrong"
     assert few[error] == pytest.approx(2 * many[error])
     assert few[error] == pytest.approx((3.3401 + 1.2816) / 100, rel=0.01)
     together = "noise of two learners that is correlated"
@@ -68,7 +68,7 @@ def test_an_error_of_the_scale_of_that_size_is_found() -> None:
     numbers = 2 * 60 * run.spec.rounds * run.spec.n_learners * SETUPS["ldp-dol"].n_features
     for seed in range(12):
         plan = plan_audit(run, data, 1, runs=60, seed=seed)
-        error = least(plan, numbers)["noise whose scale is wrong"]
+        error = least(plan, numbers)["noise whose size is wrong"]
 
         def wrong(own: np.random.SeedSequence, factor: float = 1.0 + error) -> Any:
             from sottovoce_core.noise import SeededNoise

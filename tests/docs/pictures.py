@@ -53,7 +53,7 @@ ROUNDS = 120
 
 @dataclass(frozen=True)
 class Report:
-    """A page that a command writes, as wide as a screen, from its top to the end of so many sections."""
+    """A page that a command writes, as wide as a screen, from its top to the end of so many sections or folded parts."""
 
     command: str
     page: str
@@ -62,7 +62,7 @@ class Report:
 
 REPORTS = {
     "report.png": Report("sottovoce demo --out demo", "demo/report.html", 3),
-    "audit.png": Report("sottovoce audit ring.yaml --runs 2000 --out audit", "audit/audit.html", 4),
+    "audit.png": Report("sottovoce audit ring.yaml --runs 2000 --out audit", "audit/audit.html", 9),
     "gallery.png": Report("sottovoce lab gallery --out gallery", "gallery/gallery.html", 1),
 }
 
@@ -91,7 +91,9 @@ def report(name: str, folder: Path) -> None:
     run(recipe.command, folder)
     with browser(1280, 1000) as tab:
         tab.goto((folder / recipe.page).as_uri())
-        bottom = max(box["y"] + box["height"] for box in map(_box, tab.locator("section").all()[: recipe.sections]))
+        bottom = max(
+            box["y"] + box["height"] for box in map(_box, tab.locator("section, .part").all()[: recipe.sections])
+        )
         tab.screenshot(path=IMAGES / name, full_page=True, clip={"x": 0, "y": 0, "width": 1280, "height": bottom + 12})
 
 

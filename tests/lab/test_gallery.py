@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from rich.console import Console
+from scipy.special import ndtr, ndtri
 from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
@@ -21,7 +22,8 @@ from sottovoce_core.errors import CaptureError
 from sottovoce_core.experiment import Experiment, prepare
 from sottovoce_core.spec import parse_spec
 from sottovoce_lab import simulated_attacks
-from sottovoce_lab.gallery import MAX_PICTURES_PER_ROW, _encode_png, write_capture_gallery
+from sottovoce_lab.gallery import MAX_PICTURES_PER_ROW, _encode_png, compute_roc_band, write_capture_gallery
+from sottovoce_lab.simulated_attacks import _roc
 from tests.docs.pages import CHECKOUT
 from tests.services.network import network
 
@@ -59,6 +61,41 @@ def test_the_gallery_is_printed_and_written(tmp_path: Path, no_torch: None) -> N
     assert not re.search(r"<(?:img|script|link)[^>]+(?:src|href)=\"(?!data:)", page)
     rows = 7 + 7  # of two attacks: the true records, three strips, and three guesses
     assert page.count('<img src="data:image/png;base64,') == MAX_PICTURES_PER_ROW * rows
+
+
+def test_every_row_of_guesses_has_a_plot_with_its_band_and_its_numbers(tmp_path: Path, no_torch: None) -> None:
+    done = CliRunner().invoke(app, ["lab", "gallery", "--epsilons", "1", "--runs", "100", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "gallery.json").read_text(encoding="utf-8"))["membership"]
+    page = (tmp_path / "gallery.html").read_text(encoding="utf-8")
+    plots = re.findall(r'<figure class="plot" id="plot-roc-(\d+)">(.*?)</figure>', page, re.DOTALL)
+    assert [int(number) for number, _ in plots] == list(range(len(rows)))
+    for (_, plot), row in zip(plots, rows, strict=True):
+        assert "95 % band" in plot and "<title>guesses</title>" in plot
+        assert ("<title>limit of ε" in plot) == row["is_covered_by_claim"]
+        assert f"{row['algorithm']}, ε = {format_number(row['claim'])}: {row['record']}, from {row['seen']}" in page
+    assert len(page.encode()) < 500_000
+
+
+def test_a_band_contains_the_true_curve() -> None:
+    """Of 400 curves of normal scores at least 95 % are covered; fewer than 368 with probability below 0.005."""
+    generator, across, covered = np.random.default_rng(0), np.linspace(0.0, 1.0, 101), 0
+    truth = ndtr(ndtri(across) + 1.0)
+    for _ in range(400):
+        false, true = _roc(generator.normal(1.0, size=200), generator.normal(size=200))
+        at, low, high = compute_roc_band(false, true, 200)
+        assert at == pytest.approx(across)
+        covered += bool(np.all((low <= truth + 1e-12) & (truth <= high + 1e-12)))
+    assert covered >= 368
+
+
+def test_a_band_by_hand() -> None:
+    """With a half-width above 1 nothing is excluded; with many runs the band is the curve."""
+    rates = np.array([0.0, 0.5, 1.0])
+    _, low, high = compute_roc_band(rates, rates, 1)
+    assert low.max() == 0.0 and high.min() == 1.0
+    across, low, high = compute_roc_band(np.linspace(0, 1, 10_001), np.linspace(0, 1, 10_001), 10**8)
+    assert low == pytest.approx(across, abs=1e-3) and high == pytest.approx(across, abs=1e-3)
 
 
 def test_a_picture_is_a_grey_png() -> None:

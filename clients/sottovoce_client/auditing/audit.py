@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from sottovoce_client.auditing.report import (
     build_audit_page,
     get_verdict_subject,
 )
+from sottovoce_client.auditing.summary import AuditSummary, Tone, summarise_audit
 from sottovoce_client.backends import Mapper, map_with_progress
 from sottovoce_client.formatting import MISSING_VALUE, format_duration, format_number, format_p_value
 from sottovoce_client.privacy.budget import find_learner_index
@@ -42,7 +43,13 @@ from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.privacy.guarantee import ThreatModel
 
-_COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "no-claim": "yellow"}
+_COLOURS: Mapping[Tone, str] = {
+    "consistent": "green",
+    "partial": "green",
+    "weak": "yellow",
+    "refuted": "bold red",
+    "open": "yellow",
+}
 _MIN_TABLE_COLUMNS = 80
 """Minimum width of a terminal, in columns, for the table of an audit."""
 _MAX_SHOWN_EVIDENCE = 6
@@ -183,6 +190,7 @@ def report_audit(done: Audit, seed: int, folder: Path, console: Console, *notes:
     code = terminal.attempt(str(page), lambda: build_audit_page(done, name, seed, digest).write(page))
     print_verdict(
         done.verdict,
+        summarise_audit(done, name),
         get_verdict_subject(done) or "the run",
         _list_rows(done),
         [*_list_notes(done, seed), *notes],
@@ -282,27 +290,34 @@ def _encode_by_schema(
 
 
 def print_verdict(
-    verdict: Verdict, name: str, rows: Iterable[TableRow], notes: Iterable[str], console: Console, unproven: str = ""
+    verdict: Verdict,
+    summary: AuditSummary,
+    name: str,
+    rows: Iterable[TableRow],
+    notes: Iterable[str],
+    console: Console,
+    unproven: str = "",
 ) -> None:
-    """Print the verdict, the tests as a table, and notes.
+    """Print the verdict with its summary, the tests as a table, and notes.
 
     Args:
         verdict: the verdict.
+        summary: the summary, as on the page.
         name: name of the audited learner or service.
         rows: the tests.
         notes: one line each.
         console: where to print.
         unproven: as `Audit.unproven_reason`.
     """
-    doubtful = verdict.is_weak or (unproven and verdict.kind == "consistent")
     doubt = f" ({unproven})" if unproven else ""
-    colour = "yellow" if doubtful else _COLOURS[verdict.kind]
-    console.print(Text.assemble((name, "bold"), " ", (verdict.kind.upper(), colour), (doubt, "yellow")))
-    console.print(Text(verdict.text))
+    console.print(Text.assemble((name, "bold"), " ", (verdict.kind.upper(), _COLOURS[summary.tone]), (doubt, "yellow")))
+    console.print(Text(summary.finding))
     for more in verdict.evidence[1:_MAX_SHOWN_EVIDENCE]:
         console.print(Text(f"also: {more}"))
     if len(verdict.evidence) > _MAX_SHOWN_EVIDENCE:
         console.print(Text(f"and {len(verdict.evidence) - _MAX_SHOWN_EVIDENCE} more: audit.json"))
+    for title, sentences in summary.points:
+        console.print(Text.assemble((f"{title}: ", "bold"), sentences[0]))
     _print_rows(rows, console)
     for text in notes:
         console.print(Text(text, style="dim"))
@@ -370,8 +385,8 @@ def format_guess_row(bound: Bound) -> TableRow:
     """Format the guesses of one guesser."""
     blind = bound.family == "black box" and not bound.view
     subject = f"{bound.name}: nothing to look at" if blind else bound.name
-    result = f"{bound.correct_guesses:,} of {bound.guesses:,} right" if bound.guesses else "sure of none"
-    return bound.family, subject, result, format_number(bound.value, 3), format_number(bound.claim)
+    sure = f"sure of {bound.guesses:,}, {bound.correct_guesses:,} of these right" if bound.guesses else "sure of none"
+    return bound.family, subject, sure, format_number(bound.value, 3), format_number(bound.claim)
 
 
 def format_tests_row(found: Findings, family: Family, subject: str, no_tests: str) -> TableRow:
@@ -394,21 +409,12 @@ def format_coins_line(coins: CoinSource, seed: int) -> str:
 def _list_notes(done: Audit, seed: int) -> Iterator[str]:
     found, plan = done.findings, done.plan
     paper = float(plan.guarantee.paper_epsilon[-1])
-    adversary = plan.adversary.threat.value
-    if plan.adversary.neighbour is not None:
-        adversary = f"{adversary} {plan.run.spec.names[plan.adversary.neighbour]}"
-    worlds = "; ".join(each.worlds.description for each in plan.pairs)
-    yield f"Runs: {done.source}. Worlds: {worlds}. Adjacent: {plan.guarantee.adjacency_description}. Adversary: {adversary}."
+    yield f"Runs: {done.source}. Worlds: {'; '.join(each.worlds.description for each in plan.pairs)}."
     if done.captures and (line := format_coins_line(done.coin_source, seed)):
         yield line
-    yield from done.assumptions
-    if plan.claim_threat_model is ThreatModel.OUTPUT and plan.adversary.threat is not ThreatModel.OUTPUT:
-        yield "The claim is about published decisions; there is no finite claim about messages, which are audited here."
     yield f"Paper's ε {format_number(paper)}, claimed ε {format_number(found.claim)}."
     if done.largest_loss > paper * (1.0 + 1e-9) + 1e-9:
         yield "A transcript shows more than the paper's ε: see the algorithm's page about the paper's claim."
-    if found.detectable_effects and done.verdict.kind in ("consistent", "inconclusive"):
-        yield f"Detectable with probability 0.9: {'; '.join(each.text for each in found.detectable_effects)}."
     if not found.has_both_worlds:
         yield "All runs are of one world, so nothing was guessed."
         return

@@ -20,6 +20,7 @@ from sottovoce_client.auditing.audit import TableRow, format_guess_row, format_t
 from sottovoce_client.auditing.foreign_runs import ForeignRequest, ForeignRuns, load_decoder, read_runs
 from sottovoce_client.auditing.plots import plot_noise, plot_quantiles, plot_worlds
 from sottovoce_client.auditing.report import DIGEST_LINES, build_guesses_table, build_tests_table, list_attempts
+from sottovoce_client.auditing.summary import summarise_foreign_audit
 from sottovoce_client.formatting import MISSING_VALUE, describe_max_epsilon, format_count, format_number, pluralize
 from sottovoce_client.reports.figure import Figure
 from sottovoce_client.reports.page import Page, PageColumn, PageTable
@@ -40,7 +41,6 @@ from sottovoce_core.auditing.foreign.noise import Centre, NoiseClaim
 from sottovoce_core.auditing.foreign.power import PowerAnalysis
 from sottovoce_core.auditing.traffic_features import DecodedMessage
 from sottovoce_core.errors import SpecError
-from sottovoce_core.privacy.guarantee import WEAK_EPSILON
 from sottovoce_core.registry import import_object
 from sottovoce_core.yaml_files import parse_document, read_text_file, require_mapping
 
@@ -136,8 +136,7 @@ def _build_page(done: ForeignAudit, reading: ForeignRuns, request: ForeignReques
         "request": request,
         "name": request.name,
         "kinds": kinds,
-        "weak_epsilon": WEAK_EPSILON,
-        "best_guess": 100.0 / (1.0 + math.exp(-found.claim)),
+        "summary": summarise_foreign_audit(done, request.name),
         "failed_tests": [test for test in found.tests if test.is_significant],
         "command": _build_command(request),
         "centred": done.noise is not None and not math.isnan(done.noise.epsilon),
@@ -254,7 +253,7 @@ def audit_foreign_captures(request: ForeignRequest, out: Path, console: Console 
     page = out / "audit.html"
     code = terminal.attempt(str(page), lambda: _build_page(done, reading, request, digest).write(page))
     rows, notes = _list_rows(done, reading, request), _list_notes(done, reading, request)
-    print_verdict(done.verdict, request.name, rows, notes, console)
+    print_verdict(done.verdict, summarise_foreign_audit(done, request.name), request.name, rows, notes, console)
     console.out(f"{out}: audit.json{'' if code else ', audit.html'}", highlight=False)
     return 1 if done.verdict.kind == "refuted" else code
 
@@ -359,8 +358,6 @@ def _list_notes(done: ForeignAudit, reading: ForeignRuns, request: ForeignReques
         yield f"{pluralize(reading.unnamed_streams, 'stream')} left out: no metadata with the name of their run."
     if done.excluded_runs:
         yield f"Worlds were not equally frequent: {pluralize(done.excluded_runs, 'run')} left out."
-    if not done.is_interleaved:
-        yield "Worlds did not alternate as coins do: changes with time (a clock, a counter) tell them apart, too."
     if any(bound.value > 0.0 for bound in done.timing_bounds):
         yield "Timing tells the worlds apart. Two processes always differ in time, so the verdict does not include it."
     if reading.unclosed_captures:
@@ -369,7 +366,4 @@ def _list_notes(done: ForeignAudit, reading: ForeignRuns, request: ForeignReques
         yield f"{pluralize(reading.truncated_runs, 'run')} had more messages than are examined."
     for failure in reading.failures:
         yield f"The decoder failed on {failure}"
-    if done.findings.detectable_effects and done.verdict.kind in ("consistent", "inconclusive"):
-        effects = "; ".join(each.text for each in done.findings.detectable_effects)
-        yield f"Detectable with probability 0.9: {effects}."
     yield describe_max_epsilon(done.max_provable_epsilon, done.findings.needed_runs, done.findings.claim)

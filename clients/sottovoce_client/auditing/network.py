@@ -40,6 +40,7 @@ from sottovoce_client.auditing.captures import (
     select_channels,
 )
 from sottovoce_client.auditing.report import list_attempts
+from sottovoce_client.auditing.summary import summarise_ciphertext_audit
 from sottovoce_client.formatting import describe_ciphertext, describe_max_epsilon, format_count, pluralize
 from sottovoce_client.runs.local_services import LocalServices
 from sottovoce_client.runs.run_client import COMMAND_STOP_REASONS, STOPPED_BY_OPERATOR, RunInterrupted, run_on_services
@@ -343,7 +344,8 @@ def report_ciphertext_audit(
     name = plan.run.spec.names[plan.worlds.learner]
     write_json(folder / "audit.json", _build_document(done, plan, runs, seed))
     notes = _list_notes(done, plan, runs, seed)
-    print_verdict(done.verdict, name, _list_rows(done.findings.bounds), notes, console)
+    summary = summarise_ciphertext_audit(done, plan, runs.assumptions)
+    print_verdict(done.verdict, summary, name, _list_rows(done.findings.bounds), notes, console)
     console.out(f"{folder}: audit.json", highlight=False)
     return 1 if done.verdict.kind == "refuted" else 0
 
@@ -398,8 +400,7 @@ def _list_notes(done: ForeignAudit, plan: AuditPlan, runs: AuditRuns, seed: int)
     recorded = describe_ciphertext(total.connections, total.records, total.bytes)
     each = f"{pluralize(first, 'run')} of world 0, {format_count(second)} of world 1"
     yield f"Runs: {'; '.join(runs.source)}; {each}. {format_coins_line(runs.coins, seed)}"
-    yield from runs.assumptions
-    yield f"Worlds: {plan.worlds.description}. Adjacent: {plan.guarantee.adjacency_description}. Recorded: {recorded}."
+    yield f"Recorded: {recorded}."
     yield "The content of messages was not read: sottovoce audit --on network reads it."
     if done.excluded_runs:
         yield f"Worlds were not equally frequent: {pluralize(done.excluded_runs, 'run')} left out."

@@ -13,13 +13,13 @@ import numpy as np
 
 from sottovoce_client.auditing import plots as plots
 from sottovoce_client.auditing.audit_files import hash_data
-from sottovoce_client.formatting import MISSING_VALUE, format_number, format_p_value, format_percent
+from sottovoce_client.auditing.summary import OBSERVERS, summarise_audit
+from sottovoce_client.formatting import MISSING_VALUE, format_count, format_number, format_p_value, format_percent
 from sottovoce_client.reports.page import Page, PageColumn, PageTable
 from sottovoce_core.auditing.audit import Audit, CoinSource, LearnerLoss
 from sottovoce_core.auditing.bounds import Bound, Test, compute_max_provable_epsilon
 from sottovoce_core.auditing.verdict import Findings, decide
 from sottovoce_core.auditing.worlds import CoupledRuns
-from sottovoce_core.privacy.guarantee import WEAK_EPSILON
 from sottovoce_core.spec import dump_spec
 
 # ---- audit.json ------------------------------------------------------------------------------------------------------
@@ -130,12 +130,6 @@ def _build_at_delta(done: Audit) -> dict[str, Any] | None:
     }
 
 
-def _compute_best_guess(found: Findings) -> float:
-    """Compute the percentage of right guesses of a coin in the worst case, `(e^epsilon + delta) / (1 + e^epsilon)`."""
-    odds, delta = math.exp(-found.stated_epsilon), 0.0 if found.loss_bound is None else found.loss_bound.delta
-    return 100.0 * (1.0 + delta * odds) / (1.0 + odds)
-
-
 def _build_single_rounds(done: Audit) -> dict[str, Any] | None:
     """Build guesses of single messages, each sampled again in the world of a coin; None if that was not possible."""
     rounds = done.findings.round_bounds
@@ -182,6 +176,9 @@ def build_audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Pag
     number = plots.find_most_different_number(done)
     values = {
         "done": done,
+        "summary": summarise_audit(done, name),
+        "observers": {threat.value: text for threat, text in OBSERVERS.items()},
+        "guesses_made": _describe_guesses(done),
         "name": name,
         "claim_learner": get_verdict_subject(done),
         "seed": seed,
@@ -200,13 +197,11 @@ def build_audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Pag
             for family, parts in found.alpha_allocation.fractions.items()
             for part in parts
         ],
-        "weak_epsilon": WEAK_EPSILON,
-        "best_guess": _compute_best_guess(found),
         "max_evidence": _MAX_SHOWN_EVIDENCE,
         "max_rounds": _MAX_TABLE_ROUNDS,
         "shown_claim": plots.MAX_SHOWN_CLAIM_FACTOR,
         "impossible": 0 if done.run_losses is None else int((~plots.mask_possible_runs(done.run_losses)).sum()),
-        "drawn": [] if done.run_losses is None else done.run_losses.worlds[plots.mask_possible_runs(done.run_losses)],
+        "drawn": 0 if done.run_losses is None else int(plots.mask_possible_runs(done.run_losses).sum()),
         "infinite_rounds": []
         if done.run_losses is None
         else np.flatnonzero(np.isinf(done.run_losses.peak_by_round)).tolist(),
@@ -216,6 +211,20 @@ def build_audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Pag
         "spec_yaml": dump_spec(plan.run.spec),
     }
     return Page("audit.html.j2", [*plots.build_figures(done, number), *_build_tables(done)], values)
+
+
+def _describe_guesses(done: Audit) -> str:
+    """Describe the guesses of whole runs, in sentences; empty if there are none."""
+    bound = done.findings.whole_run_bound
+    if bound is None or done.run_losses is None:
+        return ""
+    runs = f"of {format_count(len(done.run_losses.worlds))} runs of the first pair of worlds"
+    if not bound.guesses:
+        return f"None {runs} reveals enough to be guessed."
+    verb, guesses = ("reveals", "this guess is") if bound.guesses == 1 else ("reveal", "of these guesses are")
+    right = ("right" if bound.correct_guesses else "wrong") if bound.guesses == 1 else "right"
+    count = "" if bound.guesses == 1 else f"{format_count(bound.correct_guesses)} "
+    return f"{format_count(bound.guesses)} {runs} {verb} enough to be guessed; {count}{guesses} {right}."
 
 
 def _summarise_families(found: Findings) -> dict[str, Any]:

@@ -405,7 +405,7 @@ def _list_noise_effects(plan: AuditPlan, numbers: int, on_lattice: bool) -> Iter
         return
     level = plan.alpha_allocation.compute_level("conformance", "marginal", 8)
     error = -float(special.ndtri(level / 2) + special.ndtri(1 - _POWER)) / math.sqrt(numbers)
-    yield DetectableEffect("marginal", error, f"noise whose scale is wrong by {100 * error:.2g} %")
+    yield DetectableEffect("marginal", error, f"noise whose size is wrong by {100 * error:.2g} %")
     learners = plan.run.spec.n_learners
     messages = 2 * plan.total_runs * plan.run.spec.rounds * learners
     if learners > 1:
@@ -437,13 +437,13 @@ def _list_world_effects(plan: AuditPlan) -> Iterator[DetectableEffect]:
     if plan.adversary.can_replay:
         needed = _find_min_epsilon(plan)
         if math.isfinite(needed):
-            yield DetectableEffect("whole runs", needed, f"guesses of whole runs that need an epsilon of {needed:.3g}")
+            yield DetectableEffect(
+                "whole runs", needed, f"messages that reveal all that an epsilon of {needed:.3g} allows"
+            )
     area = 0.5 + 5.6 / math.sqrt(6 * min(pair.runs for pair in plan.pairs))
     if area < 1.0:
-        worlds = "the worlds of any pair" if plan.other_pairs else "the worlds"
-        yield DetectableEffect(
-            "worlds", area, f"a length, a time or a count that distinguishes {worlds} with an AUC of {area:.2g}"
-        )
+        text = f"a length, a time or a count that is larger in one world than in the other in {100 * area:.0f} of 100 pairs"
+        yield DetectableEffect("worlds", area, text)
 
 
 def _find_min_epsilon(plan: AuditPlan) -> float:
