@@ -137,14 +137,16 @@ NOT_RUN: dict[str, dict[str, Why]] = {
     "docs/papers/dpsda.md": {
         "python -m experiments": Why.EXPERIMENTS,
     },
+    "docs/papers/index.md": {
+        "pip install": Why.INSTALLED,
+        "sottovoce data fetch": Why.DOWNLOADS,
+        "python -m experiments": Why.EXPERIMENTS,
+    },
     "docs/papers/ldp-dol.md": {
         "python -m experiments": Why.EXPERIMENTS,
     },
     "docs/papers/pd-ftgl.md": {
         "python -m experiments": Why.EXPERIMENTS,
-    },
-    "docs/privacy/guarantees.md": {
-        "sottovoce budget wards.yaml": Why.TWICE,
     },
     "docs/privacy/policy.md": {
         "sottovoce learner": Why.ELSEWHERE,
