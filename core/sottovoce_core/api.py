@@ -201,7 +201,7 @@ def calibrate(
     found = calibrate_noise(
         experiment, experiment.records, BudgetTarget(tuple(map(float, wanted)), horizon, privacy_unit, delta)
     ).spec
-    return Experiment.model_validate(found.model_dump(mode="json"))
+    return Experiment.model_validate(found.to_document())
 
 
 def audit(

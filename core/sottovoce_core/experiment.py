@@ -206,7 +206,7 @@ class Experiment(RunSpec):
         >>> experiment.replace(rounds=20, **{"algorithm.sigma": 2.0}).algorithm.sigma
         2.0
         """
-        document = self.model_dump(mode="json")
+        document = self.to_document()
         for dotted, value in changes.items():
             *sections, field = dotted.split(".")
             inner: Any = document

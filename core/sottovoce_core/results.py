@@ -25,7 +25,7 @@ from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.privacy.guarantee import ThreatModel
 from sottovoce_core.runs.curves import Curve, Curves
 from sottovoce_core.runs.transcript import import_parquet
-from sottovoce_core.spec import dump_spec
+from sottovoce_core.spec import describe_spec
 from sottovoce_core.table import Table
 
 COLUMNS = ("spec", "setting", "seed", "round", "learner", "metric", "value")
@@ -106,7 +106,7 @@ def collect_facts(
         floats=sum(math.prod(shape) for shape in run.field_shapes.values()),
         rounds=run.spec.rounds,
         learners=run.spec.names,
-        spec_yaml=dump_spec(run.spec),
+        spec_yaml=describe_spec(run.spec),
         rounds_per_s=rounds_per_s,
         delta=run.spec.privacy.delta,
     )

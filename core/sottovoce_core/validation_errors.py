@@ -43,7 +43,7 @@ _REQUIREMENT_BY_ERROR_TYPE = {
 """Expected form of a value of the wrong type, by the kind of Pydantic's error."""
 _NUMBERS = ("int_type", "int_parsing", "int_parsing_size", "float_type", "float_parsing", "finite_number")
 _LISTS = ("tuple_type", "list_type", "set_type", "frozen_set_type")
-_TYPE_ERRORS = {*_REQUIREMENT_BY_ERROR_TYPE, *_LISTS, "literal_error"} - {"finite_number"}
+_TYPE_ERRORS = {*_REQUIREMENT_BY_ERROR_TYPE, *_LISTS, "literal_error", "is_instance_of"} - {"finite_number"}
 
 
 def explain(error: ValidationError, source: str, document: Mapping[Any, Any], model: type[Section]) -> str:
@@ -220,7 +220,7 @@ def _describe_form(problem: Any) -> str:
 def _suggest_remedy(place: FieldPath, alike: list[Any], value: object) -> str:
     kinds = {each["type"] for each in alike}
     if _holds_records(place, value):
-        return ": records must be in a file: write them to a .csv or .parquet one, and give its path as data.source"
+        return ": records must be a pair of arrays (X, y), a data frame, or in a .csv or .parquet file with its path as data.source"
     if kinds <= {"string_type", "invalid_key"} and isinstance(value, int | float | datetime.date):
         return ": put quotes around it, because it is text"
     if kinds <= set(_LISTS) and isinstance(value, str | int | float):

@@ -118,7 +118,7 @@ def _get_features(arrays: Mapping[str, AnyArray], path: Path, *, test: bool = Fa
     raw = _get_first(arrays, *(("X_test", "X_test_part") if test else ("X_onehot", "X", "X_train")))
     if raw is None:
         return None
-    features = _flatten(raw, path)
+    features = flatten_features(raw, path)
     return features, _get_column_names(arrays, features.shape[1])
 
 
@@ -181,7 +181,7 @@ def _get_first(arrays: Mapping[str, AnyArray], *names: str) -> AnyArray | None:
     return next((arrays[name] for name in names if name in arrays), None)
 
 
-def _flatten(values: AnyArray, path: Path) -> FloatArray:
+def flatten_features(values: AnyArray, path: Path | str) -> FloatArray:
     """Flatten `(records, ...)` to `(records, features)` numbers."""
     if values.dtype.kind not in "biuf" or values.ndim < 2:
         raise DataError(
