@@ -109,7 +109,7 @@ def test_a_schema_reads_a_frame_as_a_file(tmp_path: Path) -> None:
     require_equal(made[1], made[2])
     with pytest.raises(SpecError, match="columns with names: give a data frame"):
         _ = experiment((X, Y), schema=schema, scale="none").records
-    with pytest.raises(DataError, match="records in memory must have a column for every field.*'ward'"):
+    with pytest.raises(DataError, match=r"records in memory must have a column for every field.*'ward'"):
         _ = experiment(FRAME.assign(outcome=1), schema=schema, scale="none").records
 
 

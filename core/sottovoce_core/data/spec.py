@@ -179,8 +179,8 @@ with warnings.catch_warnings():
             str | AnySyntheticSource | SkipJsonSchema[MemoryRecords], BeforeValidator(_require_source)
         ] = "breast_cancer"
         """Name of a data set (`sottovoce data list` shows them), path to a `.npz`, `.csv` or `.parquet` file, a synthetic source
-        with its fields, or `live`: each learner's owner feeds records during the run. In Python also records in memory, `(X, y)` or
-        a data frame; `data=(X, y)` is short for `data={"source": (X, y)}`."""
+        with its fields, or `live`: each learner's owner feeds records during the run. In Python also records in memory: `(X, y)`
+        or a data frame; `data=(X, y)` is short for `data={"source": (X, y)}`."""
         features: Count | None = None
         """Number of features of a live record without a schema, without the intercept."""
         label: str | None = None
