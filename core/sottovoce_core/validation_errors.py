@@ -220,7 +220,9 @@ def _describe_form(problem: Any) -> str:
 def _suggest_remedy(place: FieldPath, alike: list[Any], value: object) -> str:
     kinds = {each["type"] for each in alike}
     if _holds_records(place, value):
-        return ": records must be a pair of arrays (X, y), a data frame, or in a file: write them to one (.csv, .parquet)"
+        return (
+            ": records must be a pair of arrays (X, y), a data frame, or in a file: write them to one (.csv, .parquet)"
+        )
     if kinds <= {"string_type", "invalid_key"} and isinstance(value, int | float | datetime.date):
         return ": put quotes around it, because it is text"
     if kinds <= set(_LISTS) and isinstance(value, str | int | float):
