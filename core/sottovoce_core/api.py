@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,6 +70,11 @@ class Simulation:
     def __repr__(self) -> str:
         replicas = self.decisions.shape[1]
         return f"Simulation of {self.experiment}, {replicas} replica{'s' * (replicas != 1)}"
+
+    def _repr_html_(self) -> str:
+        """Render the summary of the measurements, for notebooks."""
+        heading = f"<p>{html.escape(repr(self))}</p>"
+        return heading if self.curves is None else heading + self.results._repr_html_()
 
 
 def simulate(

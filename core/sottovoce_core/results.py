@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import BeforeValidator, TypeAdapter
 from pydantic_core import to_json
 
-from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.arrays import FloatArray, IntArray, summarize_fields
 from sottovoce_core.budget.cost import LearnerCost, combine_costs
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import PreparedRun
@@ -27,6 +27,7 @@ from sottovoce_core.runs.curves import Curve, Curves
 from sottovoce_core.runs.transcript import import_parquet
 from sottovoce_core.spec import describe_spec
 from sottovoce_core.table import Table
+from sottovoce_core.text import abbreviate_names
 
 COLUMNS = ("spec", "setting", "seed", "round", "learner", "metric", "value")
 """Columns of the table of results, here and in `results.parquet`."""
@@ -74,6 +75,8 @@ class Facts:
     rounds_per_s: float | None = None
     delta: float = 0.0
 
+    __repr__ = summarize_fields
+
     @property
     def setting(self) -> str:
         """Changes as text: `algorithm.sigma=2, topology.graph=ring`."""
@@ -118,6 +121,11 @@ class Result:
 
     facts: Facts
     curves: Curves
+
+    def __repr__(self) -> str:
+        named = f"{self.facts.spec} {self.facts.setting}".strip()
+        metrics = abbreviate_names([*self.curves.curves])
+        return f"Result of {named!r}: {self.facts.algorithm}, epsilon {self.facts.epsilon_record_use:.4g}, {metrics}"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

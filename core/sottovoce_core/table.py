@@ -64,6 +64,11 @@ class Table:
         values = list(zip(*rows, strict=True)) or [()] * len(names)
         return cls({name: _build_column(column) for name, column in zip(names, values, strict=True)})
 
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, object]) -> Self:
+        """Make a table with a row for each named fact."""
+        return cls.from_rows(("", "value"), [*facts.items()])
+
     def __len__(self) -> int:
         """Count the rows."""
         return len(next(iter(self.columns.values()), ()))

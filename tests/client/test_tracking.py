@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -62,11 +63,12 @@ def test_mlflow_gets_parameters_metrics_epsilon_and_the_report(results: Results,
 
 def test_wandb_gets_the_same(results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
+    type_of_run = importlib.import_module("wandb.sdk.wandb_run").Run
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.chdir(tmp_path)
-    made, logged, real, real_log = [], dict[tuple[str, int], dict[str, float]](), wandb.init, wandb.Run.log
+    made, logged, real, real_log = [], dict[tuple[str, int], dict[str, float]](), wandb.init, type_of_run.log
 
     def init(**options: Any) -> Any:
         made.append((run := real(**options), options))
@@ -77,7 +79,7 @@ def test_wandb_gets_the_same(results: Results, tmp_path: Path, monkeypatch: pyte
         real_log(run, values, step=step)
 
     monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(wandb.Run, "log", log)
+    monkeypatch.setattr(type_of_run, "log", log)
     identifiers = sv.track(results, "wandb")
     for identifier, (run, options), each in zip(identifiers, made, results.runs, strict=True):
         assert run.id == identifier and options["config"]["algorithm.sigma"] == each.facts.changes["algorithm.sigma"]

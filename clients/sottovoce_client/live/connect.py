@@ -73,6 +73,9 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         self._tasks = Tasks()
         self._channel: Any = None
 
+    def __repr__(self) -> str:
+        return f"connect_learner({self._endpoint.address!r})"
+
     async def __aenter__(self) -> ConnectedLearner:
         endpoint = self._endpoint
         self._channel = endpoint.open_channel()

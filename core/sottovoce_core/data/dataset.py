@@ -17,6 +17,7 @@ from sottovoce_core.arrays import (
     IntArray,
     as_floats,
     has_unrepresentable_integers,
+    summarize_fields,
 )
 from sottovoce_core.data.catalogue import CATALOGUE, DATA_FOLDER_VARIABLE, find_dataset_file, suggest_name
 from sottovoce_core.data.cells import normalise_text
@@ -107,6 +108,8 @@ class Dataset:
     test: Batch | None = None
     class_names: tuple[str, ...] = ()
     columns: tuple[str, ...] | None = None
+
+    __repr__ = summarize_fields
 
 
 def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), labels_required: bool = True) -> Dataset:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_core.arrays import AnyArray, FloatArray, as_floats, has_unrepresentable_integers
+from sottovoce_core.arrays import AnyArray, FloatArray, as_floats, has_unrepresentable_integers, summarize_fields
 from sottovoce_core.errors import DataError
 from sottovoce_core.optional import import_optional
 from sottovoce_core.text import abbreviate_names
@@ -54,6 +54,8 @@ class RawTable:
     test: tuple[FloatArray, AnyArray] | None = None
     label: str | None = None
     header_reason: str | None = None
+
+    __repr__ = summarize_fields
 
     def describe_column(self, column: int) -> str:
         """Describe a feature column in an error: by its place, if it has no name or the name may be a value of a record."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.arrays import FloatArray, IntArray, summarize_fields
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,6 +22,8 @@ class Curve:
 
     replicas: FloatArray
     learners: FloatArray | None
+
+    __repr__ = summarize_fields
 
     @property
     def mean(self) -> FloatArray:
@@ -60,6 +62,8 @@ class Curves:
     rounds: IntArray
     curves: Mapping[str, Curve]
     rounds_with_records: FloatArray
+
+    __repr__ = summarize_fields
 
     @property
     def has_records_in_all_rounds(self) -> bool:
