@@ -109,7 +109,7 @@ def test_tables_for_notebooks_are_plain_and_complete(met: list[Any]) -> None:
 
 def test_values_are_escaped() -> None:
     bad = "<script>alert(1)</script>\x1b[2J"
-    made = [
+    made: list[Any] = [
         Table.from_facts({bad: bad}),
         sv.Experiment(rounds=1, algorithm="ldp-dol", data={"source": f"{bad}.csv"}),
     ]

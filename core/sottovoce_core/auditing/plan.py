@@ -195,6 +195,8 @@ class _Seeds:
     black_box: np.random.SeedSequence
     coupled_runs: np.random.SeedSequence
 
+    __repr__ = summarize_fields
+
 
 @dataclass(frozen=True, slots=True)
 class AuditPlan:
