@@ -63,7 +63,10 @@ if not TYPE_CHECKING:  # type checkers would accept any name as an attribute
 
             return version("sottovoce")
         if name not in _MODULE_OF:
-            raise AttributeError(f"module 'sottovoce' has no attribute {name!r}")
+            from sottovoce_core.text import suggest_name
+
+            hint = "" if name.startswith("_") else f": it has {', '.join(__all__)}{suggest_name(name, __all__)}"
+            raise AttributeError(f"module 'sottovoce' has no attribute {name!r}{hint}", name=name, obj=None)
         found: object = getattr(import_module(_MODULE_OF[name]), name)
         return found
 

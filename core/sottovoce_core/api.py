@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from sottovoce_core.runs.simulator import SimulatedRound, limit_blas_threads
 from sottovoce_core.runs.simulator import simulate_rounds as iterate_rounds
 from sottovoce_core.runs.transcript import Transcript, read_noise
 from sottovoce_core.table import Table
+from sottovoce_core.text import suggest_name
 from sottovoce_core.validation_errors import abbreviate_value
 
 
@@ -196,12 +198,19 @@ def calibrate(
     experiment = resolve_experiment(experiment)
     if isinstance(epsilon, Mapping):
         if epsilon.keys() != set(experiment.names):
+            unknown = next((name for name in epsilon if name not in experiment.names), None)
             raise SpecError(
                 f"epsilon must name each of {', '.join(experiment.names)}, got {', '.join(epsilon) or 'none'}"
+                f"{suggest_name(unknown, experiment.names)}"
             )
         wanted = tuple(epsilon[name] for name in experiment.names)
     else:
         wanted = (epsilon,) * experiment.n_learners
+    if privacy_unit not in (units := get_args(PrivacyUnit)):
+        raise SpecError(
+            f"privacy_unit must be one of {', '.join(units)}, got {abbreviate_value(privacy_unit)}"
+            f"{suggest_name(privacy_unit, units)}"
+        )
     if wrong := [each for each in wanted if isinstance(each, bool) or not isinstance(each, int | float | np.number)]:
         raise SpecError(f"epsilon must be a number, got {wrong[0]!r}")
     found = calibrate_noise(
@@ -249,7 +258,9 @@ def audit(
     experiment = resolve_experiment(experiment)
     known = [model.value for model in ThreatModel]
     if threat not in known:
-        raise SpecError(f"threat must be one of {', '.join(known)}, got {abbreviate_value(threat)}")
+        raise SpecError(
+            f"threat must be one of {', '.join(known)}, got {abbreviate_value(threat)}{suggest_name(threat, known)}"
+        )
     planned = plan_audit(
         experiment.run,
         experiment.records,

@@ -30,9 +30,12 @@ from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.runs.run_warnings import find_budget_warnings, find_data_warnings
 from sottovoce_core.spec import RunSpec, dump_spec, inline_schema, read_document
 from sottovoce_core.table import Table
-from sottovoce_core.text import abbreviate_names
+from sottovoce_core.text import abbreviate_names, suggest_name
 from sottovoce_core.validation_errors import abbreviate_value, explain
+from sottovoce_core.yaml_files import write_yaml
 
+_MAX_SECTION_CHARACTERS = 300
+"""Maximum length of a section in the table of an experiment."""
 PAUSES = "PAUSES"
 """Code of the warning about a live run that fails when its records pause."""
 
@@ -233,10 +236,11 @@ class Experiment(RunSpec):
             *sections, field = dotted.split(".")
             inner: Any = document
             for depth, section in enumerate(sections, 1):
-                inner = inner.get(section)
+                outer, inner = inner, inner.get(section)
                 if not isinstance(inner, dict):
                     where = ".".join(sections[:depth])
-                    raise SpecError(f"experiment: {dotted}: {where} must be a section with fields, got {inner!r}")
+                    got = abbreviate_value(inner) if section in outer else f"none{suggest_name(section, outer)}"
+                    raise SpecError(f"experiment: {dotted}: {where} must be a section with fields, got {got}")
             inner[field] = value
         return Experiment.model_validate(document)
 
@@ -280,6 +284,7 @@ class Experiment(RunSpec):
             return learner
         raise SpecError(
             f"learner must be one of {', '.join(self.names)}, or an index below them, got {abbreviate_value(learner)}"
+            f"{suggest_name(learner, self.names)}"
         )
 
     def guarantee(self, learner: str | int) -> Guarantee:
@@ -325,9 +330,9 @@ class Experiment(RunSpec):
 
 def _describe_section(section: Section) -> str:
     """Return the fields of a section that differ from their defaults, with its kind, as in a spec file."""
-    fields = section.model_dump(mode="json", exclude_defaults=True)
-    kind = next((getattr(section, key) for key in ("kind", "name") if hasattr(section, key)), "")
-    return abbreviate_value({"kind": kind, **fields} if kind else fields)
+    kind = {key: getattr(section, key) for key in ("kind", "name") if hasattr(section, key)}
+    text = write_yaml({**kind, **section.model_dump(mode="json", exclude_defaults=True)}, flow=True).strip()
+    return text if len(text) <= _MAX_SECTION_CHARACTERS else f"{text[:_MAX_SECTION_CHARACTERS]} …"
 
 
 def resolve_experiment(source: Experiment | Path | str) -> Experiment:

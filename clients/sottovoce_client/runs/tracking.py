@@ -17,6 +17,7 @@ from sottovoce_core.api import Simulation
 from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_core.optional import format_install_hint
 from sottovoce_core.results import Result, Results
+from sottovoce_core.text import suggest_name
 from sottovoce_core.yaml_files import parse_yaml
 
 _PROJECT = "sottovoce"
@@ -47,7 +48,9 @@ def track(results: Results | Simulation, tracker: str) -> list[str]:
         Unavailable: the tracker refuses the run, or does not answer.
     """
     if tracker not in _TRACKERS:
-        raise SpecError(f"tracker must be one of {', '.join(_TRACKERS)}, got {tracker!r}")
+        raise SpecError(
+            f"tracker must be one of {', '.join(_TRACKERS)}, got {tracker!r}{suggest_name(tracker, _TRACKERS)}"
+        )
     runs = results.results.runs if isinstance(results, Simulation) else results.runs
     try:
         library = importlib.import_module(tracker)

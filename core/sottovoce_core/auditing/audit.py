@@ -137,6 +137,10 @@ class LearnerLoss:
     __repr__ = summarize_fields
 
 
+_MAX_DISPLAYED_TESTS = 5
+"""Number of tests that an audit shows in a notebook."""
+
+
 @dataclass(frozen=True, slots=True)
 class Audit:
     """Subject and results of an audit.
@@ -188,8 +192,9 @@ class Audit:
 
     def _repr_html_(self) -> str:
         """Render the verdict and the tests, for notebooks."""
-        tests = [(each.name, each.p_value, each.level) for each in self.findings.tests]
-        table = Table.from_rows(("test", "p", "level"), tests)._repr_html_() if tests else ""
+        tests = sorted(self.findings.tests, key=lambda each: each.p_value)[:_MAX_DISPLAYED_TESTS]
+        rows = [(each.name, each.p_value, each.level) for each in tests]
+        table = Table.from_rows(("smallest p-values", "p", "level"), rows)._repr_html_() if tests else ""
         return f"<p>{html.escape(repr(self))}</p>{self.verdict._repr_html_()}{table}"
 
     @property

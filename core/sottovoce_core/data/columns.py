@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from sottovoce_core.data.files import (
 )
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.optional import import_optional
+from sottovoce_core.text import suggest_name
 from sottovoce_core.yaml_files import detect_format
 
 _MAX_REPORTED_COLUMNS = 12
@@ -574,12 +574,6 @@ def choose_label(names: Sequence[str], label: str | None, must: str, header: str
         return next((name for name in LABEL_COLUMN_NAMES if name in names), names[-1])
     if label in names:
         return label
-    near = difflib.get_close_matches(label, names, 1)
-    known = (
-        f" ({quote_names(names)})"
-        if header != UNCERTAIN_HEADER_REASON
-        else f"; did you mean {near[0]!r}?"
-        if near
-        else ""
-    )
+    near = suggest_name(label, names)
+    known = f" ({quote_names(names)}){near}" if header != UNCERTAIN_HEADER_REASON else near
     raise SpecError(f"{must}, got {label!r}{known}")
