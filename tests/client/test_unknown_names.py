@@ -52,7 +52,7 @@ CALLS: dict[str, tuple[Callable[[sv.Simulation], Any], str, str]] = {
     "a metric of a sweep": (lambda _: sv.sweep(E, {"rounds": [2]}, metrics=["acuracy"], jobs=1), "accuracy", "error"),
     "a swept field": (lambda _: sv.sweep(E, {"algorithm.sgma": [1.0]}, jobs=1), "sigma", "lam0"),
     "a metric of a comparison": (lambda _: sv.compare([E], metrics=["acuracy"]), "accuracy", "average_loss"),
-    "a curve": (lambda done: done.curves["acuracy"], "accuracy", "average_loss"),
+    "a curve": (lambda done: done.results.runs[0].curves["acuracy"], "accuracy", "average_loss"),
     "a metric's threshold": (lambda done: done.results.count_rounds_until("acuracy", 1.0), "accuracy", "average_loss"),
     "a column of a table": (lambda done: done.metrics["vale"], "value", "learner"),
     "a column to select": (lambda done: done.metrics.where(metrc="accuracy"), "metric", "learner"),

@@ -187,7 +187,7 @@ def track(
     Destination, project and credentials are those of the tracker's own environment variables (MLFLOW_TRACKING_URI,
     MLFLOW_EXPERIMENT_NAME; WANDB_MODE, WANDB_PROJECT).
 
-    Example: MLFLOW_TRACKING_URI=sqlite:///runs.db sottovoce track results mlflow
+    Example: MLFLOW_TRACKING_URI=http://127.0.0.1:5000 sottovoce track results mlflow
     """
     from sottovoce_client import terminal
     from sottovoce_client.runs import tracking
