@@ -122,5 +122,5 @@ def test_values_are_escaped() -> None:
 def test_an_experiment_shows_itself_without_reading_its_records() -> None:
     missing = sv.Experiment(rounds=1, algorithm={"name": "ldp-dol", "sigma": 2.0}, data={"source": "nowhere.csv"})
     text = missing._repr_html_()
-    assert "nowhere.csv" in text and "&#x27;sigma&#x27;: 2.0" in text
+    assert "nowhere.csv" in text and "sigma: 2.0" in text
     assert "prepared_run" not in missing.__dict__
