@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sottovoce_client.live.prequential import PrequentialEvaluation as PrequentialEvaluation
     from sottovoce_client.runs.compare import compare as compare
     from sottovoce_client.runs.sweep import sweep as sweep
+    from sottovoce_client.runs.tracking import track as track
     from sottovoce_core.api import Simulation as Simulation
     from sottovoce_core.api import audit as audit
     from sottovoce_core.api import calibrate as calibrate
@@ -39,6 +40,7 @@ _MODULES = {
     "sottovoce_client.live.prequential": ("PrequentialEvaluation",),
     "sottovoce_client.runs.compare": ("compare",),
     "sottovoce_client.runs.sweep": ("sweep",),
+    "sottovoce_client.runs.tracking": ("track",),
     "sottovoce_core.auditing.audit": ("Audit",),
     "sottovoce_core.data.label_join": ("LabelJoin",),
     "sottovoce_core.api": ("Simulation", "audit", "calibrate", "simulate"),
@@ -61,7 +63,10 @@ if not TYPE_CHECKING:  # type checkers would accept any name as an attribute
 
             return version("sottovoce")
         if name not in _MODULE_OF:
-            raise AttributeError(f"module 'sottovoce' has no attribute {name!r}")
+            from sottovoce_core.text import suggest_name
+
+            hint = "" if name.startswith("_") else f": it has {', '.join(__all__)}{suggest_name(name, __all__)}"
+            raise AttributeError(f"module 'sottovoce' has no attribute {name!r}{hint}", name=name, obj=None)
         found: object = getattr(import_module(_MODULE_OF[name]), name)
         return found
 

@@ -31,6 +31,7 @@ Mapper = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 _CONNECT_TIMEOUT_S = 20
 _PARENT_CHECK_PERIOD_S = 0.2
 """Seconds between two checks of a worker that its parent process is alive."""
+_SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
 _MAX_RETRIES = 3
 """Maximum number of retries on Ray of a piece whose worker dies."""
 _MAX_TASKS_PER_CORE = 4
@@ -96,8 +97,24 @@ def _open_processes(address: str, jobs: int | None) -> Iterator[Mapper]:
             pending.callback(_cancel, results)
         return iter(results)
 
-    with joblib.parallel_config("loky", n_jobs=jobs), contextlib.ExitStack() as pending:
+    with _protect_search_path(), joblib.parallel_config("loky", n_jobs=jobs), contextlib.ExitStack() as pending:
         yield map_pieces
+
+
+@contextlib.contextmanager
+def _protect_search_path() -> Iterator[None]:
+    """Keep the working folder out of the front of the search path of processes started in the block.
+
+    Else a file of it with the name of an installed module would be imported in its place. They receive `sys.path` of this one.
+    """
+    before = os.environ.get(_SAFE_PATH_VARIABLE)
+    os.environ[_SAFE_PATH_VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_SAFE_PATH_VARIABLE)
+        if before is not None:
+            os.environ[_SAFE_PATH_VARIABLE] = before
 
 
 def _run_in_worker(parent: int, folder: Path, work: Callable[[Any], Any], piece: Any) -> Any:
@@ -140,7 +157,7 @@ def _block_signals() -> Iterator[None]:
 def _open_dask(address: str, jobs: int | None) -> Iterator[Mapper]:
     distributed = import_optional("distributed", "dask", "--backend dask", "dask")
     local = {"n_workers": jobs or os.cpu_count() or 1, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
-    with _convert_connect_errors("Dask", address):
+    with _convert_connect_errors("Dask", address), _protect_search_path():
         client = distributed.Client(address or None, timeout=_CONNECT_TIMEOUT_S, **({} if address else local))
     joblib = import_optional("joblib", "joblib", "--backend dask")
 

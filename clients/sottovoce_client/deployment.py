@@ -38,6 +38,9 @@ class RunHandle:
         self._has_started, self._stop = asyncio.Event(), asyncio.Event()
         self._task = tasks.start(self._run(coordinator, credentials))
 
+    def __repr__(self) -> str:
+        return f"RunHandle of {self.experiment}: {self.state}"
+
     async def _run(self, coordinator: str, credentials: Credentials) -> Outcome:
         own = self.experiment
         try:
@@ -103,6 +106,9 @@ class Deployment:
         self.coordinator, self._credentials = coordinator, credentials
         self._started: list[RunHandle] = []
         self._tasks = Tasks()
+
+    def __repr__(self) -> str:
+        return f"Deployment at {self.coordinator}, {len(self._started)} started here"
 
     async def start(self, experiment: Experiment) -> RunHandle:
         """Start an experiment; unless its records are live, this process streams them to the learners.

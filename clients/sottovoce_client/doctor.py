@@ -56,6 +56,7 @@ _EXTRAS = {
     "accounting": ("dp_accounting",),
     "metrics": ("prometheus_client",),
     "query": ("duckdb",),
+    "track": ("mlflow", "wandb"),
     "trace": ("opentelemetry.sdk", "opentelemetry.exporter"),
 }
 

@@ -102,7 +102,7 @@ def load_mutant(name: str) -> Mutant:
     Raises:
         SpecError: It cannot be imported, or is no mutant.
     """
-    found = import_object(name, "--mutant")
+    found = import_object(name, "--mutant", is_own=True)
     if not isinstance(found, Mutant):
         raise SpecError(f"--mutant: {name} must be a sottovoce_lab.mutants.Mutant, got {type(found).__name__}")
     return found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from sottovoce_core.runs.simulator import SimulatedRound, limit_blas_threads
 from sottovoce_core.runs.simulator import simulate_rounds as iterate_rounds
 from sottovoce_core.runs.transcript import Transcript, read_noise
 from sottovoce_core.table import Table
+from sottovoce_core.text import suggest_name
 from sottovoce_core.validation_errors import abbreviate_value
 
 
@@ -69,6 +72,11 @@ class Simulation:
     def __repr__(self) -> str:
         replicas = self.decisions.shape[1]
         return f"Simulation of {self.experiment}, {replicas} replica{'s' * (replicas != 1)}"
+
+    def _repr_html_(self) -> str:
+        """Render the summary of the measurements, for notebooks."""
+        heading = f"<p>{html.escape(repr(self))}</p>"
+        return heading if self.curves is None else heading + self.results._repr_html_()
 
 
 def simulate(
@@ -190,18 +198,25 @@ def calibrate(
     experiment = resolve_experiment(experiment)
     if isinstance(epsilon, Mapping):
         if epsilon.keys() != set(experiment.names):
+            unknown = next((name for name in epsilon if name not in experiment.names), None)
             raise SpecError(
                 f"epsilon must name each of {', '.join(experiment.names)}, got {', '.join(epsilon) or 'none'}"
+                f"{suggest_name(unknown, experiment.names)}"
             )
         wanted = tuple(epsilon[name] for name in experiment.names)
     else:
         wanted = (epsilon,) * experiment.n_learners
+    if privacy_unit not in (units := get_args(PrivacyUnit)):
+        raise SpecError(
+            f"privacy_unit must be one of {', '.join(units)}, got {abbreviate_value(privacy_unit)}"
+            f"{suggest_name(privacy_unit, units)}"
+        )
     if wrong := [each for each in wanted if isinstance(each, bool) or not isinstance(each, int | float | np.number)]:
         raise SpecError(f"epsilon must be a number, got {wrong[0]!r}")
     found = calibrate_noise(
         experiment, experiment.records, BudgetTarget(tuple(map(float, wanted)), horizon, privacy_unit, delta)
     ).spec
-    return Experiment.model_validate(found.model_dump(mode="json"))
+    return Experiment.model_validate(found.to_document())
 
 
 def audit(
@@ -243,7 +258,9 @@ def audit(
     experiment = resolve_experiment(experiment)
     known = [model.value for model in ThreatModel]
     if threat not in known:
-        raise SpecError(f"threat must be one of {', '.join(known)}, got {abbreviate_value(threat)}")
+        raise SpecError(
+            f"threat must be one of {', '.join(known)}, got {abbreviate_value(threat)}{suggest_name(threat, known)}"
+        )
     planned = plan_audit(
         experiment.run,
         experiment.records,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,33 @@ def has_unrepresentable_integers(values: npt.NDArray[Any]) -> bool:
         return bool((as_floats(values).astype(values.dtype) != values).any())
 
 
+_MAX_REPR_CHARACTERS = 80
+"""Maximum length of the representation of a field."""
+_PLAIN_TYPES = (str, int, float, bool, type(None))
+
+
+def summarize_fields(self: Any) -> str:
+    """Return a dataclass with its public fields on one line: an array by its shape, as it may hold records. For `__repr__`."""
+    shown = (
+        f"{each.name}={_summarize(getattr(self, each.name))}"
+        for each in fields(self)
+        if each.repr and not each.name.startswith("_")
+    )
+    return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _summarize(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"array {value.shape}"
+    items = list(value.values()) if isinstance(value, Mapping) else value
+    if isinstance(value, list) or (
+        isinstance(items, list | tuple) and not all(isinstance(each, _PLAIN_TYPES) for each in items)
+    ):
+        return f"<{type(value).__name__} of {len(items)}>"
+    text = repr(value)
+    return text if len(text) <= _MAX_REPR_CHARACTERS and "\n" not in text else f"<{type(value).__name__}>"
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Records of a learner in one round.
@@ -58,6 +85,8 @@ class Batch:
     mask: FloatArray | None = None
     bounding_loss: object | None = field(default=None, init=False)
     bounded_batch: Batch | None = field(default=None, init=False)
+
+    __repr__ = summarize_fields
 
     @classmethod
     def from_bounded_records(

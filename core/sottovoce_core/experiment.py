@@ -17,18 +17,25 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from sottovoce_core.algorithms.run_context import RunWarning
+from sottovoce_core.arrays import summarize_fields
 from sottovoce_core.budget.composition import check_lattice
 from sottovoce_core.budget.cost import LearnerCost, combine_costs
 from sottovoce_core.data import LearnerData, PlacedData, load_dataset
 from sottovoce_core.data.catalogue import get_data_folders
 from sottovoce_core.errors import SpecError
 from sottovoce_core.privacy.guarantee import Guarantee
+from sottovoce_core.registry import Section
 from sottovoce_core.runs.placement import create_empty_live_data, estimate_live_data, place_data
 from sottovoce_core.runs.run import Run, build_run
 from sottovoce_core.runs.run_warnings import find_budget_warnings, find_data_warnings
 from sottovoce_core.spec import RunSpec, dump_spec, inline_schema, read_document
+from sottovoce_core.table import Table
+from sottovoce_core.text import abbreviate_names, suggest_name
 from sottovoce_core.validation_errors import abbreviate_value, explain
+from sottovoce_core.yaml_files import write_yaml
 
+_MAX_SECTION_CHARACTERS = 300
+"""Maximum length of a section in the table of an experiment."""
 PAUSES = "PAUSES"
 """Code of the warning about a live run that fails when its records pause."""
 
@@ -43,6 +50,8 @@ class PreparedRun:
     run: Run
     data: PlacedData
     warnings: tuple[RunWarning, ...] = ()
+
+    __repr__ = summarize_fields
 
     def find_worst_case_learner(self) -> int:
         """Return the index of the learner with the largest epsilon over the whole run."""
@@ -186,6 +195,22 @@ class Experiment(RunSpec):
 
     __str__ = __repr__
 
+    def _repr_html_(self) -> str:
+        """Render the experiment as a table, for notebooks; it loads no records."""
+        budget = "none" if self.privacy.budget is None else self.privacy.budget
+        facts = {
+            "name": self.name,
+            "rounds": self.rounds,
+            "learners": abbreviate_names(self.names),
+            "records": str(self.data.source),
+            "budget": budget,
+            "delta": self.privacy.delta,
+        }
+        sections = {name: getattr(self, name) for name in ("algorithm", "loss", "decision_set", "topology")}
+        return Table.from_facts(
+            {**facts, **{name: _describe_section(each) for name, each in sections.items()}}
+        )._repr_html_()
+
     def to_yaml(self, path: Path | str | None = None) -> str:
         """Return the spec file of this experiment, complete with defaults; write it to `path` if given."""
         text = dump_spec(self, None if path is None else Path(path).parent)
@@ -206,15 +231,16 @@ class Experiment(RunSpec):
         >>> experiment.replace(rounds=20, **{"algorithm.sigma": 2.0}).algorithm.sigma
         2.0
         """
-        document = self.model_dump(mode="json")
+        document = self.to_document()
         for dotted, value in changes.items():
             *sections, field = dotted.split(".")
             inner: Any = document
             for depth, section in enumerate(sections, 1):
-                inner = inner.get(section)
+                outer, inner = inner, inner.get(section)
                 if not isinstance(inner, dict):
                     where = ".".join(sections[:depth])
-                    raise SpecError(f"experiment: {dotted}: {where} must be a section with fields, got {inner!r}")
+                    got = abbreviate_value(inner) if section in outer else f"none{suggest_name(section, outer)}"
+                    raise SpecError(f"experiment: {dotted}: {where} must be a section with fields, got {got}")
             inner[field] = value
         return Experiment.model_validate(document)
 
@@ -258,6 +284,7 @@ class Experiment(RunSpec):
             return learner
         raise SpecError(
             f"learner must be one of {', '.join(self.names)}, or an index below them, got {abbreviate_value(learner)}"
+            f"{suggest_name(learner, self.names)}"
         )
 
     def guarantee(self, learner: str | int) -> Guarantee:
@@ -299,6 +326,13 @@ class Experiment(RunSpec):
         return combine_costs(
             [LearnerCost(self.run, i, own) for i, own in enumerate(self.records.learners)], delta=delta
         )
+
+
+def _describe_section(section: Section) -> str:
+    """Return the fields of a section that differ from their defaults, with its kind, as in a spec file."""
+    kind = {key: getattr(section, key) for key in ("kind", "name") if hasattr(section, key)}
+    text = write_yaml({**kind, **section.model_dump(mode="json", exclude_defaults=True)}, flow=True).strip()
+    return text if len(text) <= _MAX_SECTION_CHARACTERS else f"{text[:_MAX_SECTION_CHARACTERS]} …"
 
 
 def resolve_experiment(source: Experiment | Path | str) -> Experiment:

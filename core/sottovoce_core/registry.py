@@ -11,11 +11,14 @@ import ast
 import difflib
 import inspect
 import itertools
+import sys
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
+from importlib import import_module, invalidate_caches
 from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin
 
 from pydantic import (
@@ -195,7 +198,7 @@ class Registry(Generic[SectionT]):
             raise SpecError(f"{self.key} must be one of {listed}, got {name!r}{hint}")
         if where is None:
             require_imports_allowed(name, allow_imports=allow_imports)
-        found = import_object(where or name, self.key)
+        found = import_object(where or name, self.key, is_own=where is None)
         if not (isinstance(found, type) and issubclass(found, self.base)):
             wanted = f"{self.base.__module__}.{self.base.__name__}"
             raise SpecError(f"{self.key}: {where or name!r} must be a subclass of {wanted}, got {found!r}")
@@ -296,16 +299,50 @@ def require_imports_allowed(name: str, *, allow_imports: bool) -> None:
         )
 
 
-def import_object(where: str, field: str) -> Any:
+def import_object(where: str, field: str, *, is_own: bool = False) -> Any:
     """Import the object that `module:Name` names.
+
+    Args:
+        where: module and name.
+        field: field or option that names it, for errors.
+        is_own: whether the user named it: then a module of the working folder is found, too, if no installed one has its name.
 
     Raises:
         SpecError: the import fails.
     """
     module, _, attribute = where.partition(":")
+    found = None
     try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
-        raise SpecError(
-            f"{field}: cannot import {where!r}: {error}; is it installed, or its folder in PYTHONPATH?"
-        ) from None
+        found = _import_own_module(module) if is_own else import_module(module)
+        return getattr(found, attribute)
+    except (ImportError, AttributeError, ValueError, TypeError, SyntaxError) as error:
+        advice = "is it installed, or a file of the working folder, or its folder in PYTHONPATH?"
+        if found is not None:
+            near = difflib.get_close_matches(attribute, dir(found), 1, _MIN_NAME_SIMILARITY)
+            advice = f"did you mean {near[0]}?" if near else "name a class that the module has"
+            top = module.partition(".")[0]
+            if is_own and _is_in_folder(top) and not str(getattr(found, "__file__", "")).startswith(str(Path.cwd())):
+                advice = f"an installed module has the name of {top} in the working folder: rename that"
+        raise SpecError(f"{field}: cannot import {where!r}: {error}; {advice}") from None
+
+
+def _import_own_module(name: str) -> ModuleType:
+    """Import an installed module, else one of the working folder.
+
+    The folder becomes the last entry of `sys.path`: it cannot replace an installed module or one of the standard library, and
+    processes that multiprocessing starts receive the entry.
+    """
+    top = name.partition(".")[0]
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != top or not _is_in_folder(top):
+            raise
+    sys.path.append(str(Path.cwd()))
+    invalidate_caches()
+    return import_module(name)
+
+
+def _is_in_folder(module: str) -> bool:
+    """Return whether the working folder has a file or a package of this name."""
+    return Path(f"{module}.py").is_file() or Path(module, "__init__.py").is_file()

@@ -18,15 +18,16 @@ import numpy as np
 from pydantic import BeforeValidator, TypeAdapter
 from pydantic_core import to_json
 
-from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.arrays import FloatArray, IntArray, summarize_fields
 from sottovoce_core.budget.cost import LearnerCost, combine_costs
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import PreparedRun
 from sottovoce_core.privacy.guarantee import ThreatModel
 from sottovoce_core.runs.curves import Curve, Curves
 from sottovoce_core.runs.transcript import import_parquet
-from sottovoce_core.spec import dump_spec
+from sottovoce_core.spec import describe_spec
 from sottovoce_core.table import Table
+from sottovoce_core.text import abbreviate_names
 
 COLUMNS = ("spec", "setting", "seed", "round", "learner", "metric", "value")
 """Columns of the table of results, here and in `results.parquet`."""
@@ -74,6 +75,8 @@ class Facts:
     rounds_per_s: float | None = None
     delta: float = 0.0
 
+    __repr__ = summarize_fields
+
     @property
     def setting(self) -> str:
         """Changes as text: `algorithm.sigma=2, topology.graph=ring`."""
@@ -106,7 +109,7 @@ def collect_facts(
         floats=sum(math.prod(shape) for shape in run.field_shapes.values()),
         rounds=run.spec.rounds,
         learners=run.spec.names,
-        spec_yaml=dump_spec(run.spec),
+        spec_yaml=describe_spec(run.spec),
         rounds_per_s=rounds_per_s,
         delta=run.spec.privacy.delta,
     )
@@ -118,6 +121,11 @@ class Result:
 
     facts: Facts
     curves: Curves
+
+    def __repr__(self) -> str:
+        named = f"{self.facts.spec} {self.facts.setting}".strip()
+        metrics = abbreviate_names([*self.curves.curves])
+        return f"Result of {named!r}: {self.facts.algorithm}, epsilon {self.facts.epsilon_record_use:.4g}, {metrics}"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -189,8 +197,6 @@ class Results:
         fields = tuple(dict.fromkeys(field for each in self.runs for field in each.facts.changes))
         rows = []
         for each in self.runs:
-            if metric not in each.curves:
-                raise SpecError(f"the metric must be one of {', '.join(each.curves.curves)}, got {metric}")
             lead = (each.facts.spec, *(each.facts.changes.get(field) for field in fields))
             counts = each.curves.count_rounds_until(metric, threshold).tolist()
             rows += [(*lead, seed, count) for seed, count in enumerate(counts)]

@@ -27,6 +27,7 @@ from pydantic import (
 from sottovoce_core.algorithms import AnyAlgorithm
 from sottovoce_core.algorithms.run_context import broadcast_to_learners
 from sottovoce_core.data.files import RECORD_FILE_SUFFIXES
+from sottovoce_core.data.memory import FILE_ADVICE, MemoryRecords
 from sottovoce_core.data.spec import DataSpec, Schema
 from sottovoce_core.decision_sets import AnyDecisionSet, L2Ball
 from sottovoce_core.errors import SpecError
@@ -244,6 +245,38 @@ class RunSpec(Section):
         """Participation of all learners by round."""
         return ParticipationSchedule(self.names, self.offline_intervals)
 
+    def to_document(self) -> dict[str, Any]:
+        """Return the fields as a spec file has them; records in memory remain an object."""
+        document = super().model_dump(mode="json")
+        if isinstance(self.data.source, MemoryRecords):
+            document["data"]["source"] = self.data.source
+        return document
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        """Return the fields as Pydantic does.
+
+        Raises:
+            SpecError: they are for JSON or YAML, and the records are in memory.
+        """
+        if options.get("mode") == "json":
+            self._require_source_without_memory()
+        return super().model_dump(**options)
+
+    def model_dump_json(self, **options: Any) -> str:
+        """Return the fields as JSON, as Pydantic does.
+
+        Raises:
+            SpecError: the records are in memory.
+        """
+        self._require_source_without_memory()
+        return super().model_dump_json(**options)
+
+    def _require_source_without_memory(self) -> None:
+        if isinstance(self.data.source, MemoryRecords):
+            raise SpecError(
+                f"a spec that is written or sent must name its records, and those of {self.name!r} are in memory: {FILE_ADVICE}"
+            )
+
     @field_validator("learners")
     @classmethod
     def _require_distinct_names(cls, learners: int | tuple[str, ...]) -> int | tuple[str, ...]:
@@ -414,12 +447,20 @@ def load_schema(path: Path) -> Schema:
         raise SpecError(explain(error, str(path), document, Schema)) from None
 
 
+def describe_spec(spec: RunSpec) -> str:
+    """Write the spec as YAML for people: as `dump_spec`, but `records in memory` in the place of such records."""
+    return write_yaml(Section.model_dump(spec, mode="json"))
+
+
 def dump_spec(spec: RunSpec, folder: Path | None = None) -> str:
     """Write the spec as YAML, complete with defaults.
 
     Args:
         spec: its relative paths begin in the working directory.
         folder: folder of the file, where its paths will start; None: paths stay as they are.
+
+    Raises:
+        SpecError: its records are in memory.
     """
     document = spec.model_dump(mode="json")
     if folder is not None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sottovoce_core.errors import SpecError
-from sottovoce_core.text import escape_control, escape_formula
+from sottovoce_core.text import escape_control, escape_formula, suggest_name
 
 Column = npt.NDArray[Any]
 MAX_DISPLAYED_ROWS = 40
@@ -64,11 +64,25 @@ class Table:
         values = list(zip(*rows, strict=True)) or [()] * len(names)
         return cls({name: _build_column(column) for name, column in zip(names, values, strict=True)})
 
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, object]) -> Self:
+        """Make a table with a row for each named fact."""
+        return cls.from_rows(("", "value"), [*facts.items()])
+
     def __len__(self) -> int:
         """Count the rows."""
         return len(next(iter(self.columns.values()), ()))
 
     def __getitem__(self, name: str) -> Column:
+        """Return a column.
+
+        Raises:
+            SpecError: no such column.
+        """
+        if name not in self.columns:
+            raise SpecError(
+                f"a column must be one of {', '.join(self.columns)}, got {name}{suggest_name(name, self.columns)}"
+            )
         return self.columns[name]
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
@@ -83,14 +97,13 @@ class Table:
         """
         kept = np.ones(len(self), dtype=bool)
         for name, value in wanted.items():
-            if name not in self.columns:
-                raise SpecError(f"a column must be one of {', '.join(self.columns)}, got {name}")
             values = self[name].tolist()
             found = np.array([_is_missing(each) if value is None else each == value for each in values], dtype=bool)
             if len(self) and not found.any():
                 known = ", ".join(_format_value(each) for each in list(dict.fromkeys(values))[:_MAX_LISTED_VALUES])
                 more = ", ..." if len(set(map(str, values))) > _MAX_LISTED_VALUES else ""
-                raise SpecError(f"{name} must be one of the column's values, {known}{more}, got {value!r}")
+                near = suggest_name(value, {each for each in values if isinstance(each, str)})
+                raise SpecError(f"{name} must be one of the column's values, {known}{more}, got {value!r}{near}")
             kept &= found
         return Table({name: column[kept] for name, column in self.columns.items()})
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 _FORMULA = ("=", "+", "-", "@")
 _MAX_NAMED = 10
@@ -45,3 +46,14 @@ def abbreviate_names(names: Sequence[str], max_names: int = _MAX_NAMED) -> str:
         return "none"
     more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
     return f"{', '.join(names[:max_names])}{more}"
+
+
+def suggest_name(got: object, known: Iterable[str]) -> str:
+    """Suggest the known name that was probably meant, as the end of an error; empty if none is similar.
+
+    >>> suggest_name("acuracy", ["accuracy", "average_loss"])
+    "; did you mean 'accuracy'?"
+    """
+    names = {name.casefold(): name for name in known}
+    near = difflib.get_close_matches(got.casefold(), names, 1) if isinstance(got, str) else []
+    return f"; did you mean {names[near[0]]!r}?" if near else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import numbers
+import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from itertools import groupby
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from sottovoce_core.registry import MisplacedBoolean, Registry, Section
+from sottovoce_core.text import suggest_name
 from sottovoce_core.yaml_files import write_yaml
 
 FieldPath = tuple[int | str, ...]
@@ -41,9 +43,11 @@ _REQUIREMENT_BY_ERROR_TYPE = {
     "finite_number": "a finite number",
 }
 """Expected form of a value of the wrong type, by the kind of Pydantic's error."""
+_QUOTED = "'([^']*)'"
+"""Pattern of a name in a list of Pydantic's."""
 _NUMBERS = ("int_type", "int_parsing", "int_parsing_size", "float_type", "float_parsing", "finite_number")
 _LISTS = ("tuple_type", "list_type", "set_type", "frozen_set_type")
-_TYPE_ERRORS = {*_REQUIREMENT_BY_ERROR_TYPE, *_LISTS, "literal_error"} - {"finite_number"}
+_TYPE_ERRORS = {*_REQUIREMENT_BY_ERROR_TYPE, *_LISTS, "literal_error", "is_instance_of"} - {"finite_number"}
 
 
 def explain(error: ValidationError, source: str, document: Mapping[Any, Any], model: type[Section]) -> str:
@@ -58,7 +62,9 @@ def format_validation_errors(error: ValidationError, document: Mapping[Any, Any]
         unknown = alike[0]["type"] == "extra_forbidden"
         again = unknown and place[:-1] in listed
         lines.append(
-            f"unknown field {_format_place(place)}" if again else _format_problem(place, alike, document, model)
+            f"unknown field {_format_place(place)}{suggest_name(place[-1], _fields_at(place[:-1], document, model))}"
+            if again
+            else _format_problem(place, alike, document, model)
         )
         listed |= {place[:-1]} if unknown else set()
     return lines
@@ -74,6 +80,10 @@ def describe_requirement(problem: Any) -> str:
     match kind:
         case "invalid_key":
             return "the name of a field must be text"
+        case "union_tag_invalid":
+            tags, key = context["expected_tags"], context["discriminator"].strip("'")
+            near = suggest_name(context["tag"], re.findall(_QUOTED, tags))
+            return f"{key} must be one of {tags}, got {context['tag']!r}{near}"
         case "literal_error" | "enum":
             return f"must be {context['expected']}"
         case "too_short" | "too_long":
@@ -149,7 +159,7 @@ def _format_problem(place: FieldPath, alike: list[Any], document: object, model:
         case "extra_forbidden":
             known = _fields_at(place[:-1], document, model)
             there = (
-                f"the fields are {', '.join(known)}"
+                f"the fields are {', '.join(known)}{suggest_name(place[-1], known)}"
                 if known
                 else "`sottovoce spec check --json-schema` lists the fields"
             )
@@ -219,8 +229,12 @@ def _describe_form(problem: Any) -> str:
 
 def _suggest_remedy(place: FieldPath, alike: list[Any], value: object) -> str:
     kinds = {each["type"] for each in alike}
+    if kinds == {"literal_error"}:
+        return suggest_name(value, re.findall(_QUOTED, alike[0]["ctx"]["expected"]))
     if _holds_records(place, value):
-        return ": records must be in a file: write them to a .csv or .parquet one, and give its path as data.source"
+        return (
+            ": records must be a pair of arrays (X, y), a data frame, or in a file: write them to one (.csv, .parquet)"
+        )
     if kinds <= {"string_type", "invalid_key"} and isinstance(value, int | float | datetime.date):
         return ": put quotes around it, because it is text"
     if kinds <= set(_LISTS) and isinstance(value, str | int | float):

@@ -71,6 +71,10 @@ class Capture:
     folder: Folder
     metadata: Mapping[str, Any]
 
+    def __repr__(self) -> str:
+        state = "complete" if self.is_complete else "incomplete"
+        return f"Capture {escape_control(self.name)!r}: {self.metadata['messages']:,} messages, {state}"
+
     @property
     def name(self) -> str:
         """Path or URL."""

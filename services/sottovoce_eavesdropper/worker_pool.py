@@ -161,7 +161,7 @@ class WorkerPool:
             await asyncio.sleep(_RESTART_DELAYS_S[min(deaths, len(_RESTART_DELAYS_S) - 1)])
             worker.token = secrets.token_bytes(16)
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "sottovoce_eavesdropper.worker", stdin=asyncio.subprocess.PIPE
+                sys.executable, "-P", "-m", "sottovoce_eavesdropper.worker", stdin=asyncio.subprocess.PIPE
             )
             self._processes[worker.number] = process
             assert process.stdin is not None  # noqa: S101 - it is a pipe

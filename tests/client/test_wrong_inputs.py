@@ -60,6 +60,7 @@ WRONG = [
     ("simulate wards.csv", "this is a file of records: `sottovoce init wards.csv` writes a run spec for them"),
     ("sweep odd.parquet --set rounds=1", "`sottovoce init odd.parquet` writes a run spec for them"),
     ("data describe wards.csv --schema wards.csv", "`sottovoce init wards.csv --schema-only` writes a schema for them"),
+    ("track spec.yaml mlflow", "results must be read from results.parquet or its folder, not from an exported table"),
     ("plot wards.csv", "results.parquet or its folder, not from an exported table, got wards.csv"),
     ("plot spec.yaml", "results must be read from results.parquet or its folder, not from an exported table, got spec.yaml"),
     ("transcript show wards.csv", "give the folder, or the .parquet file itself"),

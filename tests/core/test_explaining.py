@@ -86,7 +86,7 @@ def test_records_that_somebody_gives_are_not_said(source: Any, data: Any) -> Non
     if data(source) is not source:
         assert text.startswith(f"experiment: data.source: must be text, got {type(source).__qualname__}")
         assert text.endswith(
-            ": records must be in a file: write them to a .csv or .parquet one, and give its path as data.source"
+            ": records must be a pair of arrays (X, y), a data frame, or in a file: write them to one (.csv, .parquet)"
         )
 
 

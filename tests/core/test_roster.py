@@ -135,8 +135,11 @@ def test_attendance_is_a_learners_column_of_it(some: tuple[OfflineInterval, ...]
 @pytest.mark.parametrize(
     ("some", "text"),
     [
-        ([{"learner": "eve"}], "only learners of the run can be offline, got 'eve'"),
-        ([{"learner": "ben", "first_round": 5, "missed_from_rounds": {"eve": 4}}], "learners of the run can be offline"),
+        ([{"learner": "eve"}], "only learners of the run, ann, ben, cleo, dora, can be offline, got 'eve'"),
+        (
+            [{"learner": "ben", "first_round": 5, "missed_from_rounds": {"eve": 4}}],
+            "only learners of the run, ann, ben, cleo, dora, can be offline, got 'eve'",
+        ),
         ([{"learner": "ben", "first_round": 12}], "must lie within the 12 rounds of the run"),
         ([{"learner": "ben", "until_round": 13}], "must lie within the 12 rounds of the run"),
         ([{"learner": "ben", "first_round": 13, "missed_from_rounds": {"ann": 4}}], "must lie within the 12 rounds of the run"),

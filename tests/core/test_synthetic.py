@@ -63,7 +63,7 @@ def test_it_runs_and_is_written_and_read_again() -> None:
         ),
         ({**STREAM, "noise": -0.1}, r"noise: must be greater than or equal to 0, got -0\.1"),
         ({**STREAM, "records": 2**40}, r"features times records must be at most 134217728, got \d+$"),
-        ({"age": [1, 2]}, "data.source: must be text, got dict: records must be in a file"),
+        ({"age": [1, 2]}, "data.source: must be text, got dict: records must be a pair of arrays"),
         (5, "data.source: must be text, got 5: put quotes around it"),
         (
             "linear_regression",

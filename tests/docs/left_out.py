@@ -80,6 +80,8 @@ NOT_RUN: dict[str, dict[str, Why]] = {
         "sottovoce models export 127": Why.GOES_ON,
     },
     "docs/guides/python.md": {
+        "MLFLOW_TRACKING_URI": Why.ELSEWHERE,
+        "WANDB_MODE": Why.TWICE,
         "sottovoce simulate": Why.TWICE,
         "sottovoce plot wards": Why.TWICE,
     },

@@ -86,7 +86,7 @@ def _parse_centre(given: Any, where: str) -> Centre | None:
     if given is None:
         return None
     if isinstance(given, str):
-        found: Callable[[int, DecodedMessage, Sequence[DecodedMessage]], Any] = import_object(given, where)
+        found: Callable[[int, DecodedMessage, Sequence[DecodedMessage]], Any] = import_object(given, where, is_own=True)
         if not callable(found):
             raise SpecError(f"{where}: {given!r} must be a function, got {type(found).__name__}")
         return found

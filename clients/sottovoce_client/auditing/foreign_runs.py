@@ -107,7 +107,7 @@ def load_decoder(name: str) -> _Decoder:
     module, _, attribute = name.partition(":")
     if not (module and attribute):
         raise SpecError(f"--decoder must be module:function, got {name!r}")
-    found = import_object(name, "--decoder")
+    found = import_object(name, "--decoder", is_own=True)
     if not callable(found):
         raise SpecError(f"--decoder: {name!r} must be a function, got {type(found).__name__}")
     decoder: _Decoder = found

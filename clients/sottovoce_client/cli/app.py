@@ -376,7 +376,8 @@ def _sottovoce(
         bool,
         _make_common_option(
             "allow-imports",
-            "Import code that a run spec names (module:Class). A user who starts a run can then run any installed code.",
+            "Import code that a run spec names (module:Class). A user who starts a run can then run any code that is installed "
+            "here or lies in the working folder.",
         ),
     ] = False,
     log_level: Annotated[

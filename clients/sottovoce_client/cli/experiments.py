@@ -168,3 +168,31 @@ def _parse_axes(text: str) -> set[str]:
     if not (axes <= {"x", "y"} or axes == {"none"}):
         raise SpecError(f"--log must be x, y, x,y or none, got {text!r}")
     return axes - {"none"}
+
+
+@app.command(rich_help_panel="Runs")
+def track(
+    results: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RESULTS", help="results.parquet of simulate, sweep or compare, or its folder.", show_default=False
+        ),
+    ],
+    tracker: Annotated[
+        str, typer.Argument(metavar="TRACKER", help="mlflow or wandb (Weights & Biases).", show_default=False)
+    ],
+) -> None:
+    """Export results to MLflow or Weights & Biases: parameters, metrics over the rounds, epsilon, and a report.
+
+    Destination, project and credentials are those of the tracker's own environment variables (MLFLOW_TRACKING_URI,
+    MLFLOW_EXPERIMENT_NAME; WANDB_MODE, WANDB_PROJECT).
+
+    Example: MLFLOW_TRACKING_URI=http://127.0.0.1:5000 sottovoce track results mlflow
+    """
+    from sottovoce_client import terminal
+    from sottovoce_client.runs import tracking
+    from sottovoce_core.results import read_results
+
+    runs = tracking.track(read_results(results), tracker)
+    print(f"{tracker}: {', '.join(runs)}")
+    terminal.print_json_if_requested(lambda: {"tracker": tracker, "runs": runs})

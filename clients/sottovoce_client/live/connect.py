@@ -38,7 +38,7 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         insecure: connect to other machines without an identity and without encryption, too.
         patience_s: how long the learner may be unreachable, or between two runs, before a call fails.
         allow_imports: import code that the run's spec names (`module:Class`); then an operator who starts runs can have
-            any installed code run here.
+            any code run here that is installed or lies in the working folder.
         notify: called with the reason for which the learner is waited for, as soon as it is known (default: not reported).
 
     Raises:
@@ -72,6 +72,9 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         self._notify, self._last_reason = notify, ""
         self._tasks = Tasks()
         self._channel: Any = None
+
+    def __repr__(self) -> str:
+        return f"connect_learner({self._endpoint.address!r})"
 
     async def __aenter__(self) -> ConnectedLearner:
         endpoint = self._endpoint

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sottovoce_client.live.sender import LearnerEndpoint, Sender
-from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.arrays import FloatArray, IntArray, summarize_fields
 from sottovoce_core.data.encoding import EncodedRecords
 from sottovoce_core.data.live_records import LiveRecordEncoder
 from sottovoce_core.errors import DataError, RunEnded, SottovoceError
@@ -44,6 +44,8 @@ class Prediction:
     classes: tuple[str | float, ...] | None = None
     probabilities: FloatArray | None = None
 
+    __repr__ = summarize_fields
+
 
 class ConnectedLearner:
     """Learner in a run of live records, created by `connect_learner`.
@@ -73,6 +75,9 @@ class ConnectedLearner:
         self.records = LiveRecordEncoder.from_spec(self.spec.data, self.spec.loss)
         self._sender = Sender(endpoint, source, intake, patience_s, tasks, notify)
         self._tasks, self._send_lock, self._call_slots = tasks, asyncio.Lock(), asyncio.Semaphore(_MAX_CALLS)
+
+    def __repr__(self) -> str:
+        return f"ConnectedLearner at {self._endpoint.address} in run {self.run_id!r}, source {self.source!r}"
 
     @property
     def position(self) -> int:

@@ -126,6 +126,9 @@ class PrequentialEvaluation:
         self.calibration = Calibration(bins)
         self._drift = drift
 
+    def __repr__(self) -> str:
+        return f"PrequentialEvaluation of {self.records:,} records: {', '.join(map(str, self.metrics)) or 'no metrics'}"
+
     def update(self, labels: Iterable[Any], prediction: Prediction) -> None:
         """Judge a prediction, now that the labels are known.
 

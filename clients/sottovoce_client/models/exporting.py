@@ -31,6 +31,7 @@ from sottovoce_core.optional import import_optional
 from sottovoce_core.runs.run import Publication, assess_publication
 from sottovoce_core.runs.transcript import import_parquet
 from sottovoce_core.spec import RunSpec, load_spec
+from sottovoce_core.text import suggest_name
 from sottovoce_rpc.specs import compute_plan_hash
 
 _FORMAT = "sottovoce-model-1"
@@ -191,7 +192,9 @@ def load_simulated_model(folder: Path, learner: str | None, replica: int = 0) ->
     require_linear(spec)
     name = spec.names[0] if learner is None else learner
     if name not in spec.names:
-        raise SpecError(f"--learner must be one of {', '.join(spec.names)}, got {name!r}")
+        raise SpecError(
+            f"--learner must be one of {', '.join(spec.names)}, got {name!r}{suggest_name(name, spec.names)}"
+        )
     prepared, index = prepare(spec, folders=get_data_folders()), spec.names.index(name)
     wanted = [("round", "=", spec.rounds), ("sender", "=", index), ("replica", "=", replica)]
     rows = import_parquet().read_table(path, columns=["value"], filters=wanted).column("value").to_pylist()

@@ -29,6 +29,7 @@ from sottovoce_core.privacy.guarantee import Guarantee
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.run_warnings import BUDGET_ENDS
 from sottovoce_core.spec import RunSpec
+from sottovoce_core.text import suggest_name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,7 +135,7 @@ def find_learner_index(spec: RunSpec, name: str, option: str = "--learner") -> i
         SpecError: The learner does not exist.
     """
     if name not in spec.names:
-        raise SpecError(f"{option} must be one of {', '.join(spec.names)}, got {name}")
+        raise SpecError(f"{option} must be one of {', '.join(spec.names)}, got {name}{suggest_name(name, spec.names)}")
     return spec.names.index(name)
 
 

@@ -38,6 +38,7 @@ from sottovoce_core.runs.metrics import Metrics, list_metrics
 from sottovoce_core.runs.run import build_run
 from sottovoce_core.runs.simulator import simulate_rounds
 from sottovoce_core.spec import RunSpec
+from sottovoce_core.text import suggest_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,9 @@ def _measure(
     accuracies = [name for name in list_metrics(run, data) if name.endswith("accuracy")]  # the more, the better
     known = [name for name in list_metrics(run, data) if name not in (*accuracies, "privacy_loss")]
     if trade.metric not in known:
-        raise SpecError(f"--metric must be one of {', '.join(known)}, got {trade.metric}")
+        raise SpecError(
+            f"--metric must be one of {', '.join(known)}, got {trade.metric}{suggest_name(trade.metric, known)}"
+        )
     metrics = Metrics(run, data, metrics=[trade.metric], checkpoints=1)
     for step in simulate_rounds(run, data, SeededNoise(trade.seed), trade.replicas):
         metrics.add_round(step)

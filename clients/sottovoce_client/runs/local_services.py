@@ -224,6 +224,7 @@ class LocalServices:
         with path.open("wb") as log:
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",
                 "-m",
                 "sottovoce_client",
                 *command,

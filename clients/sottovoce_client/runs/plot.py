@@ -28,6 +28,7 @@ from sottovoce_core.results import Result, Results, compute_bootstrap_intervals
 from sottovoce_core.runs.curves import Curves
 from sottovoce_core.runs.metrics import is_share
 from sottovoce_core.table import Table
+from sottovoce_core.text import suggest_name
 
 _BAND_STANDARD_ERRORS = 2.0
 """Half width of a band over rounds, in standard errors."""
@@ -115,7 +116,7 @@ class HorizontalAxis:
         axis = cls(results, (*fields, *([_SPEC] if has_several_specs else [])), x)
         finite = any(np.isfinite(each.facts.epsilon_record_use) for each in runs)
         if x and x not in (known := (_ROUNDS, _EPSILON, *axis.changed_fields)):
-            raise SpecError(f"--x must be one of {', '.join(known)}, got {x}")
+            raise SpecError(f"--x must be one of {', '.join(known)}, got {x}{suggest_name(x, known)}")
         if not x and not axis.changed_fields:
             return cls(results, axis.changed_fields, _ROUNDS)
         if not x:

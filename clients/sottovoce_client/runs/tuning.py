@@ -58,7 +58,7 @@ def equalise(
 
 def _list_settings(experiment: Experiment, tune: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """List the combinations of values, of the fields that the experiment has."""
-    fields = experiment.model_dump(mode="json")
+    fields = experiment.to_document()
     known = {name: values for name, values in tune.items() if _has_field(fields, name)}
     if empty := [name for name, values in known.items() if not len(values)]:
         raise SpecError(f"tuning needs values for {', '.join(empty)}")

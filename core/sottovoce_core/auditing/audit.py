@@ -6,6 +6,7 @@ there may be many runs, simulated and examined in parallel.
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.arrays import FloatArray, IntArray, summarize_fields
 from sottovoce_core.auditing.blackbox import NUMBER_VIEWS, Attack, attack, build_number_views
 from sottovoce_core.auditing.bounds import Bound, Test
 from sottovoce_core.auditing.coin_tests import (
@@ -62,6 +63,7 @@ from sottovoce_core.optional import import_optional
 from sottovoce_core.privacy.guarantee import ThreatModel
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.transcript import Transcript
+from sottovoce_core.table import Table
 
 if TYPE_CHECKING:
     from sottovoce_core.auditing.conformance.battery import Battery
@@ -111,6 +113,8 @@ class ChunkStatistics:
     pair_index: int = 0
     private_differences: FloatArray | None = None
 
+    __repr__ = summarize_fields
+
 
 @dataclass(frozen=True, slots=True)
 class LearnerLoss:
@@ -129,6 +133,12 @@ class LearnerLoss:
     replacement: str
     claim: float
     largest_loss: float
+
+    __repr__ = summarize_fields
+
+
+_MAX_DISPLAYED_TESTS = 5
+"""Number of tests that an audit shows in a notebook."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +185,17 @@ class Audit:
     coin_source: CoinSource = "seed"
     assumptions: tuple[str, ...] = ()
     unproven_reason: str = ""
+
+    def __repr__(self) -> str:
+        learner = self.plan.run.spec.names[self.plan.worlds.learner]
+        return f"Audit of {learner!r}, {self.findings.runs} runs of each world, {self.source}: {self.verdict.kind}"
+
+    def _repr_html_(self) -> str:
+        """Render the verdict and the tests, for notebooks."""
+        tests = sorted(self.findings.tests, key=lambda each: each.p_value)[:_MAX_DISPLAYED_TESTS]
+        rows = [(each.name, each.p_value, each.level) for each in tests]
+        table = Table.from_rows(("smallest p-values", "p", "level"), rows)._repr_html_() if tests else ""
+        return f"<p>{html.escape(repr(self))}</p>{self.verdict._repr_html_()}{table}"
 
     @property
     def black_box_claim(self) -> float:

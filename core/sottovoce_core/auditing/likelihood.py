@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce_core.algorithms.interface import Message
-from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
+from sottovoce_core.arrays import BoolArray, FloatArray, IntArray, summarize_fields
 from sottovoce_core.auditing.bounds import AlphaAllocation, Bound, choose_threshold
 from sottovoce_core.auditing.worlds import RecordedRuns, Worlds
 from sottovoce_core.noise import NoiseSource
@@ -82,6 +82,8 @@ class RunLosses:
     peak_by_round: FloatArray
     mean_by_round: FloatArray
     segment_losses: FloatArray
+
+    __repr__ = summarize_fields
 
     @classmethod
     def concatenate(cls, parts: Sequence[RunLosses]) -> RunLosses:
@@ -244,6 +246,8 @@ class RoundLosses:
     coins: IntArray
     losses: FloatArray
 
+    __repr__ = summarize_fields
+
     @classmethod
     def concatenate(cls, parts: Sequence[RoundLosses]) -> RoundLosses:
         """Concatenate the runs of the parts, in order."""
@@ -317,6 +321,8 @@ class RoundBounds:
 
     bounds: tuple[Bound, ...]
     largest_losses: FloatArray
+
+    __repr__ = summarize_fields
 
     @property
     def estimate(self) -> float:

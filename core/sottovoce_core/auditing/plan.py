@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sottovoce_core.arrays import FloatArray, IntArray, as_floats
+from sottovoce_core.arrays import FloatArray, IntArray, as_floats, summarize_fields
 from sottovoce_core.auditing.blackbox import MAX_NUMBERS, MAX_ROUNDS
 from sottovoce_core.auditing.bounds import AlphaAllocation, compute_max_provable_epsilon, compute_min_runs
 from sottovoce_core.auditing.worlds import (
@@ -195,6 +195,8 @@ class _Seeds:
     black_box: np.random.SeedSequence
     coupled_runs: np.random.SeedSequence
 
+    __repr__ = summarize_fields
+
 
 @dataclass(frozen=True, slots=True)
 class AuditPlan:
@@ -233,6 +235,8 @@ class AuditPlan:
     other_pairs: tuple[AuditPlan, ...] = ()
     delta: float = 0.0
     epsilon_at_delta: float = math.inf
+
+    __repr__ = summarize_fields
 
     @property
     def pairs(self) -> tuple[AuditPlan, ...]:

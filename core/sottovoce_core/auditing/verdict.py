@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from scipy import special
 
-from sottovoce_core.arrays import FloatArray
+from sottovoce_core.arrays import FloatArray, summarize_fields
 from sottovoce_core.auditing.blackbox import compute_classifier_level, count_guessed_runs
 from sottovoce_core.auditing.bounds import (
     AlphaAllocation,
@@ -34,6 +34,7 @@ from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.noise import LATTICE_BITS
 from sottovoce_core.optional import import_optional
 from sottovoce_core.privacy.guarantee import WEAK_EPSILON
+from sottovoce_core.table import Table
 
 # ---- verdict ---------------------------------------------------------------------------------------------------------
 
@@ -78,6 +79,14 @@ class Verdict:
     text: str
     evidence: tuple[str, ...] = ()
     is_weak: bool = False
+
+    def __repr__(self) -> str:
+        return f"Verdict {self.kind}: {self.text}"
+
+    def _repr_html_(self) -> str:
+        """Render the verdict as a table, for notebooks."""
+        evidence = {f"evidence {k}": each for k, each in enumerate(self.evidence, 1)}
+        return Table.from_facts({"verdict": self.kind, "conclusion": self.text, **evidence})._repr_html_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +147,8 @@ class Findings:
     detectable_effects: tuple[DetectableEffect, ...] = ()
     undetectable_violation: str = ""
     delta: float = 0.0
+
+    __repr__ = summarize_fields
 
     def select_family(self, family: Family) -> Findings:
         """Select the findings of one family."""

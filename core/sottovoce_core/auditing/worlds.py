@@ -16,7 +16,7 @@ from itertools import islice
 
 import numpy as np
 
-from sottovoce_core.arrays import Batch, FloatArray, IntArray
+from sottovoce_core.arrays import Batch, FloatArray, IntArray, summarize_fields
 from sottovoce_core.auditing.traffic_features import RunFeatures
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.data.dataset import check_batch
@@ -51,6 +51,8 @@ class Worlds:
     records_1: LearnerData
     description: str
     is_shared: bool = False
+
+    __repr__ = summarize_fields
 
     def __post_init__(self) -> None:
         if not np.array_equal(self.records_0.offsets, self.records_1.offsets):
@@ -200,6 +202,8 @@ class RecordedRuns:
     decisions: FloatArray | None = None
     channel_features: tuple[Mapping[str, RunFeatures], ...] = ()
 
+    __repr__ = summarize_fields
+
 
 def discard_progress(fraction: float) -> None:
     """Ignore the progress report."""
@@ -329,6 +333,8 @@ class CoupledRuns:
     noiseless_0: FloatArray
     noiseless_1: FloatArray
     scale: FloatArray
+
+    __repr__ = summarize_fields
 
     @property
     def largest_shift_round(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from sottovoce_core.data.files import (
 )
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.optional import import_optional
+from sottovoce_core.text import suggest_name
 from sottovoce_core.yaml_files import detect_format
 
 _MAX_REPORTED_COLUMNS = 12
@@ -66,7 +66,24 @@ def read_columns(path: Path, label: str | None) -> RawTable:
         SpecError: no such label column; pyarrow is not installed.
     """
     label = None if label is None else normalise_text(label)
-    file = _named_table(path, label)
+    return _split_columns(_named_table(path, label), label)
+
+
+def read_table_columns(source: str, table: Any, label: str | None) -> RawTable:
+    """Read an Arrow table in memory as `read_columns` does a file; `source` is its name in errors.
+
+    Raises:
+        DataError, SpecError: as `read_columns`.
+    """
+    if not table.num_rows:
+        raise DataError(f"{source} must hold at least one record, got only column names")
+    names = [*map(normalise_text, table.column_names)]
+    return _split_columns(_TableFile(source, table, names, None), None if label is None else normalise_text(label))
+
+
+def _split_columns(file: _TableFile, label: str | None) -> RawTable:
+    """Split the columns of a file into features, label and placement."""
+    path = file.path
     candidates = [name for name in file.names if name not in PLACEMENT_COLUMNS]
     if not candidates:
         raise SpecError(f"data.label must name a column of {path}, which has only learner and round")
@@ -109,7 +126,11 @@ def read_features(path: Path, wanted: Sequence[str] | None, label: str | None) -
     return file.matrix(wanted)
 
 
-def read_cells(path: Path, ragged: list[int] | None = None) -> tuple[dict[str, Any], AnyArray | None, AnyArray | None]:
+Cells = tuple[dict[str, Any], AnyArray | None, AnyArray | None]
+"""Columns by name, and the columns `learner` and `round`, if present."""
+
+
+def read_cells(path: Path, ragged: list[int] | None = None) -> Cells:
     """Read a `.csv` (with a header line) or `.parquet` file for a schema: no cell is converted to a number yet.
 
     Args:
@@ -125,10 +146,29 @@ def read_cells(path: Path, ragged: list[int] | None = None) -> tuple[dict[str, A
         SpecError: pyarrow is not installed.
     """
     table = _read_arrow_table(path, as_text=True, ragged=ragged)
-    placing = [name for name in table.column_names if normalise_text(name) in PLACEMENT_COLUMNS]
+    is_csv = path.suffix.lower() == ".csv" and not ragged
+    codes = _find_codes(path, table.select(_list_placement_columns(table))) if is_csv else {}
+    return read_table_cells(path, table, codes)
+
+
+def _list_placement_columns(table: Any) -> list[str]:
+    return [name for name in table.column_names if normalise_text(name) in PLACEMENT_COLUMNS]
+
+
+def read_table_cells(source: Path | str, table: Any, codes: Mapping[str, Any] | None = None) -> Cells:
+    """Split an Arrow table as `read_cells` does a file.
+
+    Args:
+        source: its name in errors.
+        table: the table.
+        codes: columns that hold codes, as text.
+
+    Raises:
+        DataError: an empty cell in a column that places a record.
+    """
+    placing = _list_placement_columns(table)
     columns = {name: _to_cells(table.column(name)) for name in table.column_names if name not in placing}
-    codes = _find_codes(path, table.select(placing)) if path.suffix.lower() == ".csv" and not ragged else {}
-    file = _TableFile(path, table.select(placing), [*map(normalise_text, placing)], None, codes)
+    file = _TableFile(source, table.select(placing), [*map(normalise_text, placing)], None, codes or {})
     learner, rounds = (file.values(name, "") if name in file.names else None for name in PLACEMENT_COLUMNS)
     return columns, learner, rounds
 
@@ -158,14 +198,14 @@ class _TableFile:
     """Records of a file.
 
     Attributes:
-        path: path of the file.
+        path: path of the file, or name of the source.
         table: Arrow table, in the order of the names; of a `.csv`, with inferred types.
         names: normalised names of the columns.
         header: reason why the first line holds names, as `RawTable.header_reason`.
         codes: columns of a `.csv` that Arrow read as numbers, although some of their digits are codes; as text.
     """
 
-    path: Path
+    path: Path | str
     table: Any
     names: list[str]
     header: str | None
@@ -283,7 +323,51 @@ def _find_codes(path: Path, table: Any) -> dict[str, Any]:
     return {name: own for name, own in found.items() if compute.any(compute.match_substring_regex(own, code)).as_py()}
 
 
-def _require_names(columns: Any, path: Path) -> list[str]:
+def build_arrow_table(source: str, frame: Any, labels: tuple[str, AnyArray | None]) -> Any:
+    """Copy a data frame (pandas, polars, pyarrow, or another with Arrow's interface) to an Arrow table.
+
+    Args:
+        source: name of the records in errors.
+        frame: the data frame; an index of pandas is no column.
+        labels: name and values of a column to add; None: none.
+
+    Raises:
+        DataError: it cannot be converted, or two columns have the same name.
+        SpecError: pyarrow is not installed.
+    """
+    arrow = _import_arrow("a data frame")
+    name, values = labels
+    try:
+        if hasattr(frame, "to_arrow"):
+            table = frame.to_arrow()
+        elif type(frame).__module__.partition(".")[0] == "pandas":
+            table = arrow.Table.from_pandas(frame.copy(), preserve_index=False).replace_schema_metadata(None)
+        else:
+            table = arrow.table(frame)
+        if values is not None:
+            table = table.append_column(name, arrow.array(values, from_pandas=True))
+        _require_names(table.schema, source)
+        return _decode_dictionaries(table)
+    except (arrow.ArrowException, ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"{source} must be columns of equal length, each of one type, with different names, and labels with one entry a "
+            f"record, got a {type(frame).__qualname__} that Arrow cannot convert"
+        ) from None
+
+
+def _decode_dictionaries(table: Any) -> Any:
+    """Return a table whose categorical columns have their values."""
+    arrow = _import_arrow()
+    plain = [
+        column.cast(column.type.value_type) if arrow.types.is_dictionary(column.type) else column
+        for column in table.columns
+    ]
+    return arrow.table(plain, names=table.column_names)
+
+
+def _require_names(columns: Any, path: Path | str) -> list[str]:
     """Return the names of an Arrow schema's columns; errors do not quote them: without a header line they are a record.
 
     Raises:
@@ -292,13 +376,14 @@ def _require_names(columns: Any, path: Path) -> list[str]:
     try:
         names: list[str] = columns.names
     except UnicodeDecodeError:
-        raise DataError(f"{path} must be a readable {path.suffix} file: {_UTF_8_REQUIREMENT}") from None
+        what = f"a readable {path.suffix} file" if isinstance(path, Path) else "columns with names"
+        raise DataError(f"{path} must be {what}: {_UTF_8_REQUIREMENT}") from None
     known = dict[str, int]()
     for k, name in enumerate(names):
         if (first := known.setdefault(normalise_text(name), k)) != k:
             raise DataError(
-                f"{path}: column names must differ, and columns {first} and {k} (counted from 0) have the same; is its first "
-                "line a header?"
+                f"{path}: column names must differ, and columns {first} and {k} (counted from 0) have the same"
+                + ("; is its first line a header?" if isinstance(path, Path) else "")
             )
     return names
 
@@ -354,11 +439,7 @@ def _read_arrow_table(path: Path, *, as_text: bool = False, ragged: list[int] | 
         else:  # one file, not a data set: a folder named a=b in its path must not become a column
             table = arrow.parquet.ParquetFile(path).read()
         _require_names(table.schema, path)
-        plain = [
-            column.cast(column.type.value_type) if arrow.types.is_dictionary(column.type) else column
-            for column in table.columns
-        ]
-        return arrow.table(plain, names=table.column_names)
+        return _decode_dictionaries(table)
     except MemoryError:
         raise DataError(f"{path} must fit into memory, got more records than do") from None
     except OSError as error:
@@ -493,12 +574,6 @@ def choose_label(names: Sequence[str], label: str | None, must: str, header: str
         return next((name for name in LABEL_COLUMN_NAMES if name in names), names[-1])
     if label in names:
         return label
-    near = difflib.get_close_matches(label, names, 1)
-    known = (
-        f" ({quote_names(names)})"
-        if header != UNCERTAIN_HEADER_REASON
-        else f"; did you mean {near[0]!r}?"
-        if near
-        else ""
-    )
+    near = suggest_name(label, names)
+    known = f" ({quote_names(names)}){near}" if header != UNCERTAIN_HEADER_REASON else near
     raise SpecError(f"{must}, got {label!r}{known}")

@@ -17,10 +17,11 @@ from sottovoce_core.arrays import (
     IntArray,
     as_floats,
     has_unrepresentable_integers,
+    summarize_fields,
 )
 from sottovoce_core.data.catalogue import CATALOGUE, DATA_FOLDER_VARIABLE, find_dataset_file, suggest_name
 from sottovoce_core.data.cells import normalise_text
-from sottovoce_core.data.columns import WRONG_VALUE_COUNT_REASON, read_cells, read_columns
+from sottovoce_core.data.columns import WRONG_VALUE_COUNT_REASON, Cells, read_cells, read_columns
 from sottovoce_core.data.encoding import EncodedRecords, Encoder, format_labels, map_labels
 from sottovoce_core.data.files import (
     RECORD_FILE_SUFFIXES,
@@ -30,6 +31,7 @@ from sottovoce_core.data.files import (
     describe_column_mismatch,
     read_npz,
 )
+from sottovoce_core.data.memory import FILE_ADVICE, IN_MEMORY, MemoryRecords
 from sottovoce_core.data.schema_inference import require_learnable
 from sottovoce_core.data.spec import DataSpec, Schema
 from sottovoce_core.data.synthetic import (
@@ -107,6 +109,8 @@ class Dataset:
     class_names: tuple[str, ...] = ()
     columns: tuple[str, ...] | None = None
 
+    __repr__ = summarize_fields
+
 
 def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), labels_required: bool = True) -> Dataset:
     """Read the records of `data.source` and map their labels to the domain of the loss.
@@ -176,6 +180,10 @@ def _read_table(data: DataSpec, folders: Sequence[Path]) -> RawTable:
     """Read the source as a table whose labels are float64 or text."""
     if isinstance(data.source, SyntheticSource):
         return data.source.generate()
+    if isinstance(data.source, MemoryRecords):
+        return _convert_labels(data.source.read(data.label), IN_MEMORY)
+    if data.source == IN_MEMORY:
+        raise SpecError(f"data.source: the records of this spec were in the memory of a Python process: {FILE_ADVICE}")
     known = CATALOGUE.get(data.source)
     if known is not None and known.is_synthetic:
         return generate_vital_signs()
@@ -224,8 +232,11 @@ _SHIPPED_FILES = {"breast_cancer": ("breast_cancer.csv", 1), "digits": ("digits.
 
 def _load_by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
     """Read all records of a file by a schema."""
-    path = Path(str(data.source))
-    found, learner, rounds = encode_file(path, Encoder.from_schema(schema, loss, data.positive))
+    encoder, path = Encoder.from_schema(schema, loss, data.positive), Path(str(data.source))
+    if isinstance(data.source, MemoryRecords):
+        found, learner, rounds = _encode_cells(IN_MEMORY, data.source.read_cells(), encoder)
+    else:
+        found, learner, rounds = encode_file(path, encoder)
     if found.refusals:
         listed_reasons = "; ".join(f"{reason} ({times:,})" for reason, times in found.reasons.items())
         row, why = next(iter(found.refusals.items()))
@@ -245,17 +256,24 @@ def encode_file(path: Path, encoder: Encoder) -> tuple[EncodedRecords, AnyArray 
         DataError: unreadable, a field has no column, a column is neither declared nor ignored, or there is no record.
     """
     ragged = list[int]()
-    columns, learner, rounds = read_cells(require_source_file(path, schema=True), ragged)
+    return _encode_cells(path, read_cells(require_source_file(path, schema=True), ragged), encoder, ragged)
+
+
+def _encode_cells(
+    source: Path | str, cells: Cells, encoder: Encoder, ragged: Sequence[int] = ()
+) -> tuple[EncodedRecords, AnyArray | None, AnyArray | None]:
+    """Encode columns as `encode_file` does those of a file; `ragged` has rows with another number of values."""
+    columns, learner, rounds = cells
     schema, there = encoder.schema, {normalise_text(name) for name in columns}
     declared = [*schema.features, schema.label.name]
     wanted = {name: name in there for name in declared}
     if why := describe_column_mismatch(
         there, wanted, {*declared, *schema.ignored}, "declare it, or name it under ignored"
     ):
-        raise DataError(f"{path} {why}")
+        raise DataError(f"{source} {why}")
     found = encoder.encode_columns(columns).merge_unreadable(dict.fromkeys(ragged, WRONG_VALUE_COUNT_REASON))
     if not len(found.accepted_mask):
-        raise DataError(f"{path} must hold at least one record")
+        raise DataError(f"{source} must hold at least one record")
     return found, learner, rounds
 
 

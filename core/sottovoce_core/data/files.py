@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_core.arrays import AnyArray, FloatArray, as_floats, has_unrepresentable_integers
+from sottovoce_core.arrays import AnyArray, FloatArray, as_floats, has_unrepresentable_integers, summarize_fields
 from sottovoce_core.errors import DataError
 from sottovoce_core.optional import import_optional
 from sottovoce_core.text import abbreviate_names
@@ -54,6 +54,8 @@ class RawTable:
     test: tuple[FloatArray, AnyArray] | None = None
     label: str | None = None
     header_reason: str | None = None
+
+    __repr__ = summarize_fields
 
     def describe_column(self, column: int) -> str:
         """Describe a feature column in an error: by its place, if it has no name or the name may be a value of a record."""
@@ -118,7 +120,7 @@ def _get_features(arrays: Mapping[str, AnyArray], path: Path, *, test: bool = Fa
     raw = _get_first(arrays, *(("X_test", "X_test_part") if test else ("X_onehot", "X", "X_train")))
     if raw is None:
         return None
-    features = _flatten(raw, path)
+    features = flatten_features(raw, path)
     return features, _get_column_names(arrays, features.shape[1])
 
 
@@ -181,7 +183,7 @@ def _get_first(arrays: Mapping[str, AnyArray], *names: str) -> AnyArray | None:
     return next((arrays[name] for name in names if name in arrays), None)
 
 
-def _flatten(values: AnyArray, path: Path) -> FloatArray:
+def flatten_features(values: AnyArray, path: Path | str) -> FloatArray:
     """Flatten `(records, ...)` to `(records, features)` numbers."""
     if values.dtype.kind not in "biuf" or values.ndim < 2:
         raise DataError(

@@ -15,6 +15,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from sottovoce_core.arrays import summarize_fields
 from sottovoce_core.errors import SpecError
 
 Record = TypeVar("Record")
@@ -72,6 +73,8 @@ class LabelJoin(Generic[Record]):
     _now: float = field(default=float("-inf"), init=False)
     _waiting: dict[Hashable, tuple[float, Record]] = field(default_factory=dict, init=False)
     _labelled: dict[Hashable, float] = field(default_factory=dict, init=False)
+
+    __repr__ = summarize_fields
 
     def __post_init__(self) -> None:
         for name, bound in (("window_s", self.window_s), ("max_waiting", self.max_waiting)):

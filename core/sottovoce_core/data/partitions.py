@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from pydantic import Field, SerializeAsAny
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import SpecError
 from sottovoce_core.registry import Count, Positive, Registry, Section
-from sottovoce_core.text import abbreviate_names
+from sottovoce_core.text import abbreviate_names, suggest_name
 
 
 class Partition(Section, ABC):
@@ -177,10 +176,9 @@ class ClassPartition(Partition):
                 "classes, or another partition"
             )
         if unknown := [name for name in self.labels if name not in learners]:
-            near = difflib.get_close_matches(unknown[0], learners, 1)
             raise SpecError(
                 f"data.partition.labels must name learners of the run, {abbreviate_names(learners)}, got {unknown[0]!r}"
-                f"{f'; did you mean {near[0]}?' if near else ''}"
+                f"{suggest_name(unknown[0], learners)}"
             )
         if missing := [name for name in learners if name not in self.labels]:
             raise SpecError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sottovoce_core.arrays import Batch, FloatArray, IntArray
+from sottovoce_core.arrays import Batch, FloatArray, IntArray, summarize_fields
 from sottovoce_core.errors import DataError
 
 
@@ -26,6 +26,8 @@ class LearnerData:
     labels: FloatArray
     order: IntArray
     offsets: IntArray
+
+    __repr__ = summarize_fields
 
     @property
     def rounds(self) -> int:
@@ -119,6 +121,8 @@ class PlacedData:
     learners: tuple[LearnerData, ...]
     test_features: FloatArray
     test_labels: FloatArray
+
+    __repr__ = summarize_fields
 
     @property
     def n_features(self) -> int:

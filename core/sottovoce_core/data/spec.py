@@ -15,12 +15,14 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field, NonNegativeInt, field_validator, model_validator
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data.cells import MissingValues, normalise_text
 from sottovoce_core.data.fields import MAX_NAME_CHARACTERS, AnyFeature, AnyLabel, Label, Words
 from sottovoce_core.data.files import PLACEMENT_COLUMNS
+from sottovoce_core.data.memory import MemoryRecords, is_records
 from sottovoce_core.data.partitions import AnyPartition, IidPartition
 from sottovoce_core.data.scaling import AnyScale, NoScale
 from sottovoce_core.data.synthetic import AnySyntheticSource, SyntheticSource
@@ -150,9 +152,11 @@ class Schema(Section):
 
 
 def _require_source(source: object) -> object:
-    """Require a word, or the fields of a synthetic source."""
+    """Require a word, the fields of a synthetic source, or records in memory."""
+    if is_records(source):
+        return MemoryRecords(source)
     is_section = isinstance(source, Mapping) and "kind" in source
-    if not (is_section or isinstance(source, str | SyntheticSource)):
+    if not (is_section or isinstance(source, str | SyntheticSource | MemoryRecords)):
         raise PydanticCustomError("string_type", "must be text")  # worded as for any other field of text
     return source
 
@@ -171,9 +175,12 @@ with warnings.catch_warnings():
 
         schema: Schema | None = None  # type: ignore[assignment]
         """Schema of a `.csv` or `.parquet` file, and of live records; None: all fields are numbers."""
-        source: Annotated[str | AnySyntheticSource, BeforeValidator(_require_source)] = "breast_cancer"
+        source: Annotated[
+            str | AnySyntheticSource | SkipJsonSchema[MemoryRecords], BeforeValidator(_require_source)
+        ] = "breast_cancer"
         """Name of a data set (`sottovoce data list` shows them), path to a `.npz`, `.csv` or `.parquet` file, a synthetic source
-        with its fields, or `live`: each learner's owner feeds records during the run."""
+        with its fields, or `live`: each learner's owner feeds records during the run. In Python also records in memory: `(X, y)`
+        or a data frame; `data=(X, y)` is short for `data={"source": (X, y)}`."""
         features: Count | None = None
         """Number of features of a live record without a schema, without the intercept."""
         label: str | None = None
@@ -203,6 +210,12 @@ with warnings.catch_warnings():
         seed: NonNegativeInt = 0
         """Seed of the split, the partition and the order. Not of the noise."""
 
+        @model_validator(mode="before")
+        @classmethod
+        def _accept_records(cls, fields: Any) -> Any:
+            """Take records in memory for the source."""
+            return {"source": fields} if is_records(fields) else fields
+
         @model_validator(mode="after")
         def _require_compatible_fields(self) -> DataSpec:
             if self.schema is not None and self.label is not None:
@@ -211,7 +224,9 @@ with warnings.catch_warnings():
                 raise ValueError("only_labels must be left out with a schema, which declares the labels")
             if self.schema is not None and self.scale.kind != "none":
                 raise ValueError("scale must be none with a schema, which scales by declared bounds")
-            if self.schema is not None and not isinstance(self.source, str):
+            if self.label is not None and isinstance(self.source, MemoryRecords) and self.source.has_own_labels:
+                raise ValueError("label must be left out with (X, y): y has the labels")
+            if self.schema is not None and isinstance(self.source, SyntheticSource):
                 raise ValueError(f"schema must be left out with the source {self.source}, whose fields are all numbers")
             if self.partition.has_own_order and self.order == "given":
                 raise ValueError(

@@ -216,7 +216,7 @@ def _factory(name: str, options: Mapping[str, Any], shape: tuple[int, ...], clas
         return lambda: _small_cnn(shape, classes, **options)
     if ":" not in name:
         raise SpecError(f"loss.module must be one of {', '.join(_SHAPES)}, or package.module:Class, got {name!r}")
-    found = import_object(name, "loss.module")
+    found = import_object(name, "loss.module", is_own=True)
     # Only subclasses of Module: a spec may come from another party and must not call arbitrary installed code.
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise SpecError(f"loss.module: {name!r} must be a subclass of torch.nn.Module, got {found!r}")

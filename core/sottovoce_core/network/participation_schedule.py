@@ -18,6 +18,7 @@ from pydantic import NonNegativeInt, model_validator
 
 from sottovoce_core.network.weights import Mixing
 from sottovoce_core.registry import Count, Section
+from sottovoce_core.text import abbreviate_names, suggest_name
 
 Mask = npt.NDArray[np.bool_]
 
@@ -193,7 +194,11 @@ class ParticipationSchedule:
         until: dict[str, int | None] = {}
         for each in sorted(self.offline_intervals, key=lambda each: (each.learner, each.first_round)):
             if unknown := {each.learner, *each.missed_from_rounds} - set(self.names):
-                raise ValueError(f"only learners of the run can be offline, got {sorted(unknown)[0]!r}")
+                name = min(unknown)
+                raise ValueError(
+                    f"only learners of the run, {abbreviate_names(self.names)}, can be offline, got {name!r}"
+                    f"{suggest_name(name, self.names)}"
+                )
             last = rounds if each.missed_from_rounds else rounds - 1  # a learner lost at the end was missed before it
             if each.first_round > last or (each.until_round or 1) > rounds:
                 raise ValueError(

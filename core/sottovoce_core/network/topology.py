@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import model_validator
 
-from sottovoce_core.arrays import FloatArray
+from sottovoce_core.arrays import FloatArray, summarize_fields
 from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.network.graph_files import Edge
 from sottovoce_core.network.graphs import AnyGraph, AnyGraphSequence, Graph
@@ -48,6 +48,8 @@ class FixedNetwork(Network):
     _spectrum: FloatArray = field(init=False, repr=False)
     """Eigenvalues of W, ascending, shape (n,)."""
     _mixing: Mixing = field(init=False, repr=False)
+
+    __repr__ = summarize_fields
 
     def __post_init__(self) -> None:
         _check_entries(self.weights)

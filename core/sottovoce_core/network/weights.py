@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field, SerializeAsAny
 
-from sottovoce_core.arrays import FloatArray, Scalars, broadcast_scalars
+from sottovoce_core.arrays import FloatArray, Scalars, broadcast_scalars, summarize_fields
 from sottovoce_core.errors import AssumptionViolated
 from sottovoce_core.registry import Positive, Registry, Section
 
@@ -43,6 +43,8 @@ class Mixing:
     """Total weight that each learner gives to all others, from `broadcast_scalars`."""
     own_scalars: Scalars = field(init=False, repr=False)
     """`own_weights`, from `broadcast_scalars`."""
+
+    __repr__ = summarize_fields
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "totals", broadcast_scalars(self.neighbour_weights.sum(axis=1).tolist()))

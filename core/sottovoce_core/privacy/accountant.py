@@ -53,6 +53,9 @@ class Accountant(ABC):
     is_valid_for_any_messages: bool = False
     can_pause: bool = False
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {self.adjacency.value}, {self.mechanism}"
+
     @abstractmethod
     def next_loss(self) -> float:
         """Return the privacy loss of the message of the current round, in pure epsilon."""

@@ -9,11 +9,12 @@ from enum import StrEnum
 
 import numpy as np
 
-from sottovoce_core.arrays import FloatArray
+from sottovoce_core.arrays import FloatArray, summarize_fields
 from sottovoce_core.decision_sets import DecisionSet
 from sottovoce_core.errors import SpecError
 from sottovoce_core.losses import Loss
 from sottovoce_core.privacy.loss import Mechanism, PrivacyLoss
+from sottovoce_core.table import Table
 
 # ---- guarantee -------------------------------------------------------------------------------------------------------
 
@@ -68,6 +69,8 @@ class GuaranteeBasis:
     constants: Mapping[str, Constant] = field(default_factory=dict)
     threat_model: ThreatModel = ThreatModel.WIRE
 
+    __repr__ = summarize_fields
+
 
 @dataclass(frozen=True, slots=True)
 class Guarantee:
@@ -97,6 +100,25 @@ class Guarantee:
     basis: GuaranteeBasis
     output_epsilon: FloatArray | None = None
     renyi: FloatArray | None = None
+
+    def __repr__(self) -> str:
+        who = self.basis.threat_model.value
+        return f"Guarantee: epsilon {self.epsilon():.4g} over {len(self.round_losses):,} rounds, threat model {who}"
+
+    def _repr_html_(self) -> str:
+        """Render the guarantee as a table, for notebooks."""
+        facts = {
+            "epsilon": self.epsilon(),
+            "rounds": len(self.round_losses),
+            "epsilon, any number of rounds": self.infinite_horizon_epsilon,
+            "epsilon, paper": float(self.paper_epsilon[-1]) if len(self.paper_epsilon) else 0.0,
+            "adjacent data sets": self.adjacency_description,
+            "threat model": self.basis.threat_model.value,
+            "accounting": self.basis.mode,
+            "proof": self.basis.proof,
+        }
+        constants = {f"{name}, by {each.enforcement}": each.value for name, each in self.basis.constants.items()}
+        return Table.from_facts({**facts, **constants})._repr_html_()
 
     @property
     def adjacency_description(self) -> str:
@@ -214,6 +236,8 @@ class Regularity:
     diameter: float
     is_convex: bool
     is_convex_when_clipped: bool
+
+    __repr__ = summarize_fields
 
     def __post_init__(self) -> None:
         for name in _CONSTANT_NAMES:

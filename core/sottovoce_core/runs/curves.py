@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.arrays import FloatArray, IntArray, summarize_fields
+from sottovoce_core.errors import SpecError
+from sottovoce_core.text import suggest_name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,6 +24,8 @@ class Curve:
 
     replicas: FloatArray
     learners: FloatArray | None
+
+    __repr__ = summarize_fields
 
     @property
     def mean(self) -> FloatArray:
@@ -61,6 +65,8 @@ class Curves:
     curves: Mapping[str, Curve]
     rounds_with_records: FloatArray
 
+    __repr__ = summarize_fields
+
     @property
     def has_records_in_all_rounds(self) -> bool:
         """True if every measured round brought records to every learner."""
@@ -76,11 +82,21 @@ class Curves:
             name: name of the metric.
             threshold: value to reach, by the mean over the learners.
         """
-        values = self.curves[name].replicas
+        values = self[name].replicas
         is_reached = values >= threshold if name.endswith("accuracy") else values <= threshold
         return np.where(is_reached.any(axis=0), self.rounds[is_reached.argmax(axis=0)], math.nan)
 
     def __getitem__(self, name: str) -> Curve:
+        """Return the curve of a metric.
+
+        Raises:
+            SpecError: it was not measured.
+        """
+        if name not in self.curves:
+            measured = ", ".join(self.curves) or "none"
+            raise SpecError(
+                f"the metric must be one of those measured, {measured}, got {name}{suggest_name(name, self.curves)}"
+            )
         return self.curves[name]
 
     def __contains__(self, name: str) -> bool:

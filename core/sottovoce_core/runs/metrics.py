@@ -34,6 +34,7 @@ from sottovoce_core.runs.decision_metrics import MINIMISER_METRICS, TEST_METRICS
 from sottovoce_core.runs.minimisers import NetworkRecords
 from sottovoce_core.runs.run import Run
 from sottovoce_core.runs.simulator import SimulatedRound
+from sottovoce_core.text import suggest_name
 
 DEFAULT_METRICS = (
     "average_loss",
@@ -153,7 +154,7 @@ def select_metrics(run: Run, data: PlacedData, names: Sequence[str] | None = Non
             hints.append("numbers of rounds are checkpoints")
         raise SpecError(
             f"metrics must be of {', '.join(possible)}, got {', '.join(unknown) or 'none'}"
-            f"{': ' * bool(hints)}{'; '.join(hints)}"
+            f"{': ' * bool(hints)}{'; '.join(hints)}{'' if hints or not unknown else suggest_name(unknown[0], possible)}"
         )
     return chosen
 

@@ -18,7 +18,7 @@ import numpy as np
 from sottovoce_core.algorithms.interface import Algorithm, PublicModelAlgorithm
 from sottovoce_core.algorithms.run_context import RunContext, RunWarning, broadcast_to_learners
 from sottovoce_core.algorithms.validation import require_algorithm
-from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.arrays import FloatArray, IntArray, summarize_fields
 from sottovoce_core.errors import AssumptionViolated, SpecError
 from sottovoce_core.losses import Loss
 from sottovoce_core.network.network import Network, PartialNetwork
@@ -58,6 +58,8 @@ class Run:
     algorithm: Algorithm[Any]
     warnings: tuple[RunWarning, ...]
     clipping: Clipping = field(default_factory=Clipping)
+
+    __repr__ = summarize_fields
 
     @property
     def loss(self) -> Loss:

@@ -24,7 +24,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from sottovoce_core.algorithms.interface import Message
-from sottovoce_core.arrays import BoolArray, FloatArray
+from sottovoce_core.arrays import BoolArray, FloatArray, summarize_fields
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.network.network import Network
 from sottovoce_core.network.participation_schedule import Participation
@@ -151,6 +151,8 @@ class Transcript:
     """All messages of a run: field name to `(rounds, learners, replicas, dim)`, not-a-number for messages not captured."""
 
     fields: Mapping[str, FloatArray]
+
+    __repr__ = summarize_fields
 
     @classmethod
     def from_rounds(cls, messages: Iterable[Message]) -> Transcript:

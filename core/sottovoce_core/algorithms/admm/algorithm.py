@@ -36,7 +36,7 @@ from sottovoce_core.algorithms.admm.accounting import (
     PrimalCalibration,
 )
 from sottovoce_core.algorithms.interface import Message, ReceivedMessages, StateAxes
-from sottovoce_core.arrays import Batch, FloatArray, Scalars, as_floats
+from sottovoce_core.arrays import Batch, FloatArray, Scalars, as_floats, summarize_fields
 from sottovoce_core.losses import MarginLoss, add_replica_axis, enforce_bounds
 from sottovoce_core.losses.history import RecordHistory
 from sottovoce_core.losses.loss import compute_scores
@@ -269,6 +269,8 @@ class Admm:
     calibration: NoiseCalibration
     nodes: tuple[NodeParameters, ...]
     """Public parameters of every learner."""
+
+    __repr__ = summarize_fields
 
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"y": (self.dim,)}

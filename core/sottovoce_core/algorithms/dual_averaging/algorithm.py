@@ -32,7 +32,7 @@ from sottovoce_core.algorithms.dual_averaging.accounting import (
     LipschitzSchedule,
 )
 from sottovoce_core.algorithms.interface import Message, ReceivedMessages, StateAxes
-from sottovoce_core.arrays import Batch, FloatArray
+from sottovoce_core.arrays import Batch, FloatArray, summarize_fields
 from sottovoce_core.decision_sets import Box, DecisionSet
 from sottovoce_core.losses import Loss, enforce_bounds, mean_gradient
 from sottovoce_core.noise import NoiseSource
@@ -100,6 +100,8 @@ class DualAveraging:
     push_weights: FloatArray
     loss: Loss
     decision_set: DecisionSet
+
+    __repr__ = summarize_fields
 
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"h": (self.dim,), "w": (1,)} if self.has_push_sum else {"h": (self.dim,)}

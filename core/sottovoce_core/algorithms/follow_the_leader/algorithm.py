@@ -34,7 +34,7 @@ from sottovoce_core.algorithms.follow_the_leader.accounting import (
 )
 from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip
 from sottovoce_core.algorithms.interface import Message, ReceivedMessages, StateAxes
-from sottovoce_core.arrays import Batch, FloatArray, Scalars
+from sottovoce_core.arrays import Batch, FloatArray, Scalars, summarize_fields
 from sottovoce_core.decision_sets import DecisionSet
 from sottovoce_core.losses import Loss, enforce_bounds, mean_gradient
 from sottovoce_core.noise import NoiseSource, lattice_spacing, round_to_lattice
@@ -96,6 +96,8 @@ class PdFtgl:
     """Weights `|Q_K|` of each learner's sum (column) in each learner's prefix (row)."""
     loss: Loss
     decision_set: DecisionSet
+
+    __repr__ = summarize_fields
 
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"y": (self.dim,)}

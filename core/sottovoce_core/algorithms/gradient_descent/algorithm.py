@@ -45,7 +45,7 @@ from sottovoce_core.algorithms.gradient_descent.accounting import (
 )
 from sottovoce_core.algorithms.gradient_descent.schedules import bound_later_costs
 from sottovoce_core.algorithms.interface import Message, ReceivedMessages, StateAxes
-from sottovoce_core.arrays import Batch, FloatArray, Scalars
+from sottovoce_core.arrays import Batch, FloatArray, Scalars, summarize_fields
 from sottovoce_core.decision_sets import DecisionSet
 from sottovoce_core.losses import Loss, enforce_bounds, mean_gradient
 from sottovoce_core.network.network import Network
@@ -97,6 +97,8 @@ class GossipDescent:
     loss: Loss
     decision_set: DecisionSet
     network: Network
+
+    __repr__ = summarize_fields
 
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"y": (self.dim,)}
@@ -213,6 +215,8 @@ class Dpsr:
     descent: GossipDescent
     unscaled_steps: tuple[RoundSchedule, ...]
     n_learners: int
+
+    __repr__ = summarize_fields
 
     @property
     def name(self) -> str:

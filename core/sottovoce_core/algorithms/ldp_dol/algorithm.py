@@ -26,7 +26,7 @@ from sottovoce_core.algorithms.ldp_dol.accounting import (
     LearnerScales,
     SharedSchedules,
 )
-from sottovoce_core.arrays import Batch, FloatArray, Scalars
+from sottovoce_core.arrays import Batch, FloatArray, Scalars, summarize_fields
 from sottovoce_core.decision_sets import DecisionSet
 from sottovoce_core.losses import Loss, enforce_bounds
 from sottovoce_core.losses.history import GradientHistory, start_history
@@ -68,6 +68,8 @@ class LdpDol:
     decision_set: DecisionSet
     accounting: AccountingMode = "best"
     name: str = "ldp-dol"
+
+    __repr__ = summarize_fields
 
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"y": (self.dim,)}
