@@ -82,12 +82,10 @@ NOT_RUN: dict[str, dict[str, Why]] = {
     "docs/guides/python.md": {
         "MLFLOW_TRACKING_URI": Why.ELSEWHERE,
         "WANDB_MODE": Why.TWICE,
-        "sottovoce simulate": Why.TWICE,
-        "sottovoce plot wards": Why.TWICE,
     },
     "docs/guides/torch.md": {
         "pip install": Why.INSTALLED,
-        "PYTHONPATH": Why.TORCH,
+        "sottovoce": Why.TORCH,
     },
     "docs/index.md": {
         "python3 -m venv": Why.NEWCOMER,
