@@ -14,6 +14,7 @@ FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 FOLDERS = "core|services|clients|coordinator|proto|tests|benchmarks|deploy|examples"
 CODE_PATH = re.compile(rf"`((?:{FOLDERS})/[^`\s]*)`")
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+NAMED_PAGE = re.compile(r"(?<![\w/])(docs/[a-z/-]+\.md)(?:#([a-z0-9-]+))?")
 TOLD = {".md", ".py", ".ipynb", ".j2", ".html", ".sh", ".yaml"}
 """Kinds of files that tell readers what to install."""
 HEADING = re.compile(r"^#+ +(.*?) *$", re.MULTILINE)
@@ -47,6 +48,24 @@ def test_a_page_leads_where_it_says(page: Path) -> None:
         if not file.exists() or (anchor and anchor not in _anchors(file)):
             missing.append(f"{target}#{anchor}")
 
+    assert missing == []
+
+
+def test_pages_that_other_files_name_exist() -> None:
+    """With their headings: error messages, comments and help texts send readers there."""
+    files = [each for folder in (*FOLDERS.split("|"), "experiments", ".ci") for each in (CHECKOUT / folder).rglob("*")]
+    named = {
+        (each, page, anchor)
+        for each in [*files, CHECKOUT / "noxfile.py"]
+        if each.suffix in TOLD | {".proto", ".toml", ".mjs", ".service"}
+        for page, anchor in NAMED_PAGE.findall(each.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 30
+    missing = [
+        (str(each), page, anchor)
+        for each, page, anchor in named
+        if not (CHECKOUT / page).exists() or (anchor and anchor not in _anchors(CHECKOUT / page))
+    ]
     assert missing == []
 
 
