@@ -255,7 +255,7 @@ def rounds_to_alarm(change: Change, most: int, seed: int) -> tuple[int, Alarm | 
 
 
 if __name__ == "__main__":
-    print("| broken | rounds, median (range of nine) | at best | seen by |\n|---|---|---|---|")
+    print("| fault | rounds, median (range of nine) | at best | found by |\n|---|---|---|---|")
     for each in BREAKS:
         found = [rounds_to_alarm(each.change, 4 * each.most, seed) for seed in range(9)]
         rounds = sorted(count for count, _ in found)

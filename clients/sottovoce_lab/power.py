@@ -48,19 +48,19 @@ _SERVICE_AUDITS: dict[ServiceKind, tuple[Sequence[int], int, str]] = {
     "on real services": (
         SERVICE_RUN_COUNTS,
         SERVICE_AUDIT_COUNT,
-        "Coordinator, two learners and a relay, over gRPC, audited as `--on network` does. Faults of noise or centre behave as\n"
-        "in the simulator: some of them are measured here to show that, the others exist here alone.",
+        "Coordinator, two learners and a relay over gRPC, audited as with `--on network`. Faults of noise or centre have the same\n"
+        "effect as in the simulator; some are measured here to show this. The other faults exist only here.",
     ),
     "by wiretap": (
         SERVICE_RUN_COUNTS,
         SERVICE_AUDIT_COUNT,
-        "The same services with encrypted channels, audited by sizes, times and connections alone, as `--on wiretap` does.",
+        "The same services with encrypted channels, audited by sizes, times and connections alone, as with `--on wiretap`.",
     ),
     "foreign services": (
         FOREIGN_RUN_COUNTS,
         FOREIGN_AUDIT_COUNT,
-        "A small gRPC server behind relays, which answers with a gradient and a loss, at other parameters in every call;\n"
-        "audited with a decoder, at a claim of epsilon 1, as `sottovoce eavesdropper audit` does. A run is one call.",
+        "A small gRPC server behind relays answers with a gradient and a loss, at different parameters in every call. It is\n"
+        "audited with a decoder, at a claim of epsilon 1, as by `sottovoce eavesdropper audit`. A run is one call.",
     ),
 }
 """Numbers of runs of each world, audits with each number, and a description, by kind of service."""
@@ -193,16 +193,18 @@ def _build_page(
     audits = found[0].audits
     options = "" if max_runs == POWER_RUN_COUNTS[-1] else f" --runs {max_runs}"
     lines = [
-        "# Number of runs that find each fault",
+        "# Power of the audit",
         "",
-        f"Made by `sottovoce lab power{options} --seed {seed} --out docs`; do not edit.",
-        "[Explanation](selftest.md#the-catalogue).",
+        "The number of runs with which an audit finds each fault of a catalogue of faulty learners (mutants). For auditors who",
+        "plan an audit, and developers who change its tests. [Methods](../audit/methods.md#test-the-auditor) explains it.",
+        f"Written by `sottovoce lab power{options} --seed {seed} --out docs/developers`; do not edit.",
         "",
-        f"*runs*: the fewest of {tried} runs of each world with which at least {100 * TARGET_POWER:g} % of {audits} audits",
-        f"find it at a confidence of {100 * CONFIDENCE:g} %. *found by*: the part of the audit that found it most often.",
-        f"*limit*: runs of each world with enough evidence, ln {1.0 / (1.0 - CONFIDENCE):.0f} nats;",
-        f"{MISSING_VALUE} if not known. *rounds*: the rounds within which as many of {audits} runs under watch raise an alarm;",
-        f"{MISSING_VALUE} if a single run, or its values, cannot show the fault.",
+        f"- *runs*: the fewest of {tried} runs of each world with which at least {100 * TARGET_POWER:g} % of {audits} audits",
+        f"  find the fault at a confidence of {100 * CONFIDENCE:g} %.",
+        "- *found by*: the part of the audit that found it most often.",
+        f"- *limit*: the runs of each world that have enough evidence for any test, ln {1.0 / (1.0 - CONFIDENCE):.0f} nats; {MISSING_VALUE} if not known.",
+        f"- *rounds*: the rounds within which as many of {audits} runs under `sottovoce watch` raise an alarm; {MISSING_VALUE} if a",
+        "  single run, or its values, cannot show the fault.",
     ]
     for kind, group in groupby(found, key=lambda each: each.kind or "additional mutants"):
         lines += ["", f"## {kind.capitalize()}", "", *_build_lines(_MUTANT_HEADS, group)]
@@ -217,8 +219,8 @@ def _build_page(
             f"## {service_kind.capitalize()}",
             "",
             description,
-            f"*runs*: the fewest of {tried} runs of each world with which at least {share} of {audits} audits find it.",
-            "*audits*: how many of these audits find it; of a correct service, how many of all audits refute it.",
+            f"*runs*: the fewest of {tried} runs of each world with which at least {share} of {audits} audits find the fault.",
+            "*audits*: the number of these audits that find it; for a correct service, of all audits that refute it.",
             "",
             *_build_lines(_SERVICE_HEADS, group),
         ]

@@ -17,9 +17,9 @@ from tests.faults.trial import Fault
 
 Act = Callable[[Stage], Awaitable[None]]
 
-GOES_ON = "the run finishes, as if nothing had been"
+GOES_ON = "the run finishes with the same results"
 BLIND = "the run finishes; the capture may lack rounds"
-NOTICED = "noticed, with nothing said and the file named, or harmless; no ledger below what was said"
+NOTICED = "harmless, or detected: nothing is sent and the file is named; no ledger below the cost of sent messages"
 _DAMAGED = r"/learners/\S*(@|\.log|\.high_water_mark|\.runs|\.identity)|another state folder than this one|is outdated"
 """Names a file, or is the coordinator's word on a folder that it does not know, or knew when it was newer."""
 _FULL = r"space on its disk"
@@ -332,10 +332,10 @@ POINTS = (
 )
 
 DISKS = (
-    Fault("torn above the mark", "at every byte: the run finishes, as if nothing had been", _torn_above),
+    Fault("torn above the mark", "at every byte: the run finishes with the same results", _torn_above),
     Fault(
         "torn at the mark",
-        "at every byte: noticed, nothing is said; a repair charges what was said, at least",
+        "at every byte: detected, nothing is sent; a repair charges at least the cost of sent messages",
         _torn_below,
         ends=_DAMAGED,
         must_end=True,
@@ -345,7 +345,7 @@ DISKS = (
     Fault("a file lost", NOTICED, _damaged(_lost), ends=_DAMAGED),
     Fault(
         "learner's disk full",
-        "the run ends and says so; no ledger below what was said",
+        "the run ends with this reason; no ledger below the cost of sent messages",
         _disk_full,
         ends=_FULL,
         must_end=True,
@@ -367,9 +367,9 @@ NETWORK = (
 
 CATALOGUE = {
     "Processes": PROCESSES,
-    "A learner, or the coordinator, at a point": POINTS,
+    "A learner or the coordinator at a point": POINTS,
     "Disks": DISKS,
     "The network": NETWORK,
-    "Who takes part": ROSTER,
+    "Participation": ROSTER,
 }
 EVERY = tuple(fault for faults in CATALOGUE.values() for fault in faults)

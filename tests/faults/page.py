@@ -1,4 +1,4 @@
-"""docs/developers/faults.md: every fault, what is promised, and whether it held."""
+"""The page docs/developers/faults.md: every fault, its promise, and whether it held."""
 
 from __future__ import annotations
 
@@ -8,29 +8,33 @@ from tests.faults.catalogue import CATALOGUE
 from tests.faults.trial import Fault
 
 _HEAD = """\
-# What a run survives
+# Fault injection
 
-By `{command}`; this page is written by that command. What is promised rests on
-[what a learner writes down](internals.md#the-learners-files) and on
-[what a coordinator keeps](internals.md#when-the-coordinator-is-offline).
+Which faults a run survives, tried on real processes. For operators who must know what to expect, and developers who
+change recovery. Written by `{command}`; do not edit. [Storage and recovery](storage.md) explains why the guarantees
+hold.
 
-Each try is a run of three learners, a coordinator with `--state` and an eavesdropper that relays, in a process each, which lasts
-about {seconds:g} s by itself. One thing goes wrong in it, at a moment and to a victim by chance. Half of the tries have a free
-clock, half a paced one. In half of them all processes have identities, channels are encrypted, and learners
-[sign](identities.md#signatures) what they say. In half of them the noise is the operating system's; in the other half it
-follows from a seed, and then every message must be that of an undisturbed run, to the last bit; or, where who takes part or who
-is waited for changes, that of the simulator by the spec as it is in the end, to rounding.
+A try is a run of three learners, a coordinator with `--state` and a relay, each in its own process; undisturbed it
+takes about {seconds:g} s. One fault hits a random victim at a random moment. Half of the tries have a free clock, half
+a paced one. In half of them all processes have identities, channels are encrypted, and learners
+[sign](../operate/identities.md#signatures) their messages. Half use the operating system's noise. The other half use
+seeded noise, and each message must equal that of an undisturbed run bit for bit; if the fault changes participation or
+uses late messages, it must equal that of the simulator with the final spec, up to rounding.
 
-After every try: the run has finished, or has ended for the reason that this fault must end it for; nobody has said two things in
-one round, on the wire or in a log; no ledger is below the price of what was overheard, nor, in a run that finished, above that of
-all rounds in which its learner takes part; coordinator and learners say the same; those who are away in the end are those who
-left or were lost, and who was lost says nothing once it knows; the capture is a transcript of the run; no signature in it is of
-anything else than was said, and all of it is signed but for the last block of rounds; no process is left when all were told to
-end, and none has ended or spoken as only a bug does. A promise is *held* where none of this was broken in any try. Code:
-`tests/faults/`.
+After each try these must hold, and the result is *held* if none was broken in any try:
 
-With `capture: mirror` a learner that is killed loses the copies of its last rounds for good: the run finishes, and the verdict is
-that too little was overheard. Take `relay` where [the audit must survive that](eavesdropper.md).
+- The run finished, or ended for the reason that this fault must end it for.
+- No learner has two contents of one round, on the wire or in a log.
+- No ledger is below the cost of the captured messages nor, in a run that finished, above that of all rounds in which
+  its learner participates.
+- Coordinator and learners agree. The learners that are offline at the end are those that left or were lost, and a lost
+  learner sends nothing once it knows.
+- The capture is a transcript of the run. No signature is of anything but sent messages, and all but the last block of
+  rounds are signed.
+- No process is left after all were stopped, and none ended or logged as only a bug does.
+
+With `capture: mirror` a killed learner loses the copies of its last rounds: the run finishes, and the capture is
+incomplete. Use `relay` if [the audit must survive that](../audit/captures.md).
 """
 
 

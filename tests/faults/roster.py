@@ -25,10 +25,10 @@ from tests.services.network import said_rounds
 
 Act = Callable[[Stage], Awaitable[None]]
 
-LEAVES = "it is heard to its last round, and the run finishes without it"
-JOINS = "it takes part from a round on that nobody had said, and the run finishes"
-LOST = "the run finishes without it; it says nothing more in that run"
-WAITED_FOR = "others go on with its last message; it goes on from its log, and the run finishes"
+LEAVES = "its messages are used to its last round, and the run finishes without it"
+JOINS = "it participates from a round that no learner has sent, and the run finishes"
+LOST = "the run finishes without it; it sends nothing more in that run"
+WAITED_FOR = "others continue with its last message; it continues from its log, and the run finishes"
 _LOST_S = 6.0
 """The deadline of runs that go on without who is gone."""
 _LOOK_S = 0.05

@@ -22,13 +22,13 @@ from tests.model.world import World
 
 
 class SendsFirst(World):
-    """A message is sent before it is written down."""
+    """A message is sent before it is in the log."""
 
     SAYS: ClassVar[tuple[str, ...]] = ("drawn", "sent", "written")
 
 
 class DrawsAgain(World):
-    """Who is started again draws the last round again, though it was written down."""
+    """A restarted learner samples the last round again, although it is in the log."""
 
     def _believed(self, log: bytes) -> bytes:
         without = folders.cut(log)
@@ -41,7 +41,7 @@ class _ChargesLater(RunLog):
 
 
 class ChargesLater(World):
-    """A message is charged with the next one, when it was sent."""
+    """A message is charged together with the next one, after it was sent."""
 
     run_log = _ChargesLater
 
@@ -52,7 +52,7 @@ class _MarksReservationsOnly(RunLog):
 
 
 class NoMark(World):
-    """No mark says how far something rests on the log."""
+    """There is no high-water mark."""
 
     run_log = _MarksReservationsOnly
 
@@ -70,13 +70,13 @@ class _MarksMessagesOnly(RunLog):
 
 
 class MarksMessagesOnly(World):
-    """The mark counts messages, and no records."""
+    """The high-water mark counts messages and not records."""
 
     run_log = _MarksMessagesOnly
 
 
 class ReceiptFirst(World):
-    """A receipt is given before the records are written down."""
+    """A receipt is sent before the records are in the log."""
 
     FEEDS: ClassVar[tuple[str, ...]] = ("acknowledged", "written")
 
@@ -88,7 +88,7 @@ class _TakesAgain(PlannedRecordQueue):
 
 
 class TakesAgain(World):
-    """Records that were taken in before are taken in again."""
+    """Records that are already in the log are accepted again."""
 
     intake = _TakesAgain
 
@@ -102,7 +102,7 @@ class _KeepsOne(NeighbourLink):
 
 
 class KeepsOne(World):
-    """A link keeps one message."""
+    """A link keeps one message only."""
 
     link = _KeepsOne
 
@@ -114,13 +114,13 @@ class _ResendsNothing(NeighbourLink):
 
 
 class ResendsNothing(World):
-    """Nothing is said again on a new stream."""
+    """Nothing is resent on a new stream."""
 
     link = _ResendsNothing
 
 
 class FinishedLeaves(World):
-    """A learner that has finished leaves."""
+    """A finished learner closes its streams."""
 
     def _over(self, state: State, f: int) -> State:
         return self._hung_up(state, f)
@@ -140,13 +140,13 @@ class _OneStep(LearnerBinding):
 
 
 class NoConfirmation(World):
-    """An incarnation counts as soon as it was issued."""
+    """An incarnation is valid once it is issued, before it is confirmed."""
 
     membership = _OneStep
 
 
 class SpeaksUnconfirmed(World):
-    """A learner does not wait until its incarnation was confirmed."""
+    """A learner sends before its incarnation is confirmed."""
 
     def _introduces(self, state: State, f: int) -> Iterator[Step[State]]:
         for step in super()._introduces(state, f):
@@ -173,7 +173,7 @@ class _NoIncarnations(LearnerBinding):
 
 
 class NoIncarnations(World):
-    """The coordinator does not look at incarnations."""
+    """The coordinator ignores incarnations."""
 
     membership = _NoIncarnations
 
@@ -184,13 +184,13 @@ class _ConfirmsAny(LearnerBinding):
 
 
 class ConfirmsAny(World):
-    """The coordinator confirms whatever incarnation it issued once."""
+    """The coordinator confirms any incarnation that it has ever issued."""
 
     membership = _ConfirmsAny
 
 
 class ForgetsMembers(World):
-    """The coordinator forgets incarnations when it dies."""
+    """A restarted coordinator forgets incarnations."""
 
     def _forgets(self, coordinator: Coordinator) -> Coordinator:
         return coordinator._replace(members=(self.membership(),) * self.shape.learners)

@@ -20,7 +20,7 @@ from tests.model.world import World
 
 
 class StatesWhatWasDue(World):
-    """A message says that the messages that were due were used."""
+    """A message reports the due messages as used, although older ones were used."""
 
     def _used(self, session: Session) -> tuple[int, ...]:
         return tuple(session.done - 1 for _ in session.inputs.received_frames)
@@ -33,7 +33,7 @@ class _Newest(Inbox[bytes]):
 
 
 class UsesTheNewest(World):
-    """The newest message is used, though it is of a later round."""
+    """The newest message is used even if it is of a later round."""
 
     inbox = _Newest
 
@@ -45,7 +45,7 @@ class _AnyAge(Inbox[bytes]):
 
 
 class UsesAnyAge(World):
-    """The message that stands in may be as old as it likes."""
+    """The age of a replacing message has no limit."""
 
     inbox = _AnyAge
 
@@ -58,7 +58,7 @@ class _NoneOfThePast(Inbox[bytes]):
 
 
 class RefusesThePast(World):
-    """A message of a round that went on without it is refused."""
+    """A late message of a finished round is refused."""
 
     inbox = _NoneOfThePast
 
@@ -67,7 +67,7 @@ class RefusesThePast(World):
 
 
 class TellsFirst(World):
-    """A change is told before it is written down."""
+    """A reconfiguration is sent before it is stored."""
 
     def _written(self, state: State, change: Change) -> Step[State]:
         step = super()._written(state, change)
@@ -88,7 +88,7 @@ class TellsFirst(World):
 
 
 class HearsOtherPlans(TellsFirst):
-    """A change is told before it is written down, and hellos do not compare plans."""
+    """A reconfiguration is sent before it is stored, and hellos do not compare plans."""
 
     def _greeted(self, state: State, f: int, neighbour: int, hello: bytes) -> tuple[State, int] | None:
         said = learner_pb2.ExchangeMessage.FromString(hello)
@@ -97,14 +97,14 @@ class HearsOtherPlans(TellsFirst):
 
 
 class ChangesWhatWasSaid(World):
-    """The first changed round is one that somebody has said."""
+    """The first changed round was already sent by a learner."""
 
     def _absences(self, book: Book, change: Change) -> str | None:
         return super()._absences(_said(book, -1), change)
 
 
 class TakesAnySpec(ChangesWhatWasSaid):
-    """The first changed round is one that somebody has said, and a learner takes whatever spec it is told."""
+    """The first changed round was already sent by a learner, and learners accept any spec."""
 
     @staticmethod
     def amended(found: LedgerEntry, line: LedgerEntry, *rest: object) -> bool:
@@ -112,21 +112,21 @@ class TakesAnySpec(ChangesWhatWasSaid):
 
 
 class WaitsForNobody(World):
-    """A change does not wait until all rest."""
+    """A reconfiguration does not wait until all learners have stopped."""
 
     def _waited_for(self, state: State) -> frozenset[int]:
         return frozenset()
 
 
 class ChangesWithoutSome(World):
-    """Who leaves does so though others do not rest within the deadline."""
+    """A learner leaves although others have not stopped by the deadline."""
 
     def _absences(self, book: Book, change: Change) -> str | None:
         return super()._absences(book if change.verb == "lose" else book._replace(losing=frozenset()), change)
 
 
 class RestsOn(World):
-    """Who rested is taken for resting by a coordinator that is started again."""
+    """A restarted coordinator takes learners for stopped that have continued."""
 
     def _coordinates(self, state: State) -> Iterator[Step[State]]:
         kept = state.coordinator.kept
@@ -138,7 +138,7 @@ class RestsOn(World):
 
 
 class BriefsWhoReturns(World):
-    """Who comes back while all rest is briefed as ever."""
+    """A learner that reconnects during a reconfiguration gets its usual commands."""
 
     def _taken_back(self, state: State, f: int) -> tuple[State, Directive | None]:
         change = state.coordinator.change
@@ -148,7 +148,7 @@ class BriefsWhoReturns(World):
 
 
 class LosesFromTheReport(World):
-    """A lost learner is away from the first round on that it has not reported."""
+    """A lost learner is offline from the first round that it has not reported."""
 
     def _absences(self, book: Book, change: Change) -> str | None:
         offline_intervals, said = (
@@ -162,21 +162,21 @@ class LosesFromTheReport(World):
 
 
 class ForgetsGrants(World):
-    """A coordinator that is started again does not know how far grants may have gone."""
+    """A restarted coordinator does not know the last leased round."""
 
     def _forgets(self, coordinator: Coordinator) -> Coordinator:
         return coordinator._replace(reserved=0)
 
 
 class CountsAsHeard(World):
-    """What a lost learner said counts as heard, whether it was learned or not."""
+    """All messages of a lost learner count as used, even those that no neighbour has learned."""
 
     def _absences(self, book: Book, change: Change) -> str | None:
         return super()._absences(_said(book, 1), change)
 
 
 class ForgetsWhatClosed(World):
-    """That the last round was learned is not told by a learner that is started again."""
+    """A restarted learner does not report that it has learned the last round."""
 
     def _closed(self, i: int, log: bytes) -> bool:
         return False
