@@ -48,8 +48,8 @@ _SERVICE_AUDITS: dict[ServiceKind, tuple[Sequence[int], int, str]] = {
     "on real services": (
         SERVICE_RUN_COUNTS,
         SERVICE_AUDIT_COUNT,
-        "Coordinator, two learners and a relay over gRPC, audited as with `--on network`. Faults of noise or centre have the same\n"
-        "effect as in the simulator; some are measured here to show this. The other faults exist only here.",
+        "Coordinator, two learners and a relay over gRPC, audited as with `--on network`. Faults of noise or centre have the\n"
+        "same effect as in the simulator; some are measured here to show this. The other faults exist only here.",
     ),
     "by wiretap": (
         SERVICE_RUN_COUNTS,
@@ -202,9 +202,10 @@ def _build_page(
         f"- *runs*: the fewest of {tried} runs of each world with which at least {100 * TARGET_POWER:g} % of {audits} audits",
         f"  find the fault at a confidence of {100 * CONFIDENCE:g} %.",
         "- *found by*: the part of the audit that found it most often.",
-        f"- *limit*: the runs of each world that have enough evidence for any test, ln {1.0 / (1.0 - CONFIDENCE):.0f} nats; {MISSING_VALUE} if not known.",
-        f"- *rounds*: the rounds within which as many of {audits} runs under `sottovoce watch` raise an alarm; {MISSING_VALUE} if a",
-        "  single run, or its values, cannot show the fault.",
+        f"- *limit*: the runs of each world with enough evidence, ln {1.0 / (1.0 - CONFIDENCE):.0f} nats;",
+        f"  {MISSING_VALUE} if not known.",
+        f"- *rounds*: the rounds within which as many of {audits} runs under `sottovoce watch` raise an alarm;",
+        f"  {MISSING_VALUE} if a single run, or its values, cannot show the fault.",
     ]
     for kind, group in groupby(found, key=lambda each: each.kind or "additional mutants"):
         lines += ["", f"## {kind.capitalize()}", "", *_build_lines(_MUTANT_HEADS, group)]
