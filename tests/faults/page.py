@@ -11,8 +11,8 @@ _HEAD = """\
 # Fault injection
 
 Which faults a run survives, tried on real processes. For operators who must know what to expect, and developers who
-change recovery. Written by `{command}`; do not edit. [Storage and recovery](storage.md) explains why the guarantees
-hold.
+change recovery. [Storage and recovery](storage.md) explains why the guarantees hold.
+Written by `{command}`; do not edit.
 
 A try is a run of three learners, a coordinator with `--state` and a relay, each in its own process; undisturbed it
 takes about {seconds:g} s. One fault hits a random victim at a random moment. Half of the tries have a free clock, half

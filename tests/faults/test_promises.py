@@ -211,7 +211,7 @@ def test_the_page_says_what_broke() -> None:
     assert len({fault.name for fault in EVERY}) == len(EVERY)
     assert text.count("| 8 | broken in 2 |") == 1
     assert text.count("| 8 | held |") == len(EVERY) - 1
-    assert "By `python -m tests.faults --tries 8`" in text
+    assert "by `python -m tests.faults --tries 8`" in text
 
 
 def test_a_traceback_is_noticed_unless_it_is_grpcs_own() -> None:
