@@ -260,7 +260,7 @@ def test_losses_by_the_claimed_noise_say_nothing_for_a_claim_that_the_noise_refu
     assert '<div class="doubted"><div class="wide"' in html and Page(html).text.count(supposed) >= 4
     tests = broken.findings.select_family("conformance").tests
     told = build_audit_page(replace(broken, findings=replace(broken.findings, tests=tests)), "learner-1", 7).to_html()
-    assert '<div class="family idle"><h3>Likelihood' in told and f"Nothing found, {supposed}." in Page(told).text
+    assert '<div class="family idle"><h3>Likelihood' in told and f"No violation found, {supposed}." in Page(told).text
     console = Console(width=200, record=True, file=io.StringIO())
     _print_rows(audit_rows(broken), console)
     assert "as if the noise were as claimed, which it is not" in console.export_text()
