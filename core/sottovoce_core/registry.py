@@ -319,7 +319,7 @@ def import_object(where: str, field: str, *, is_own: bool = False) -> Any:
         advice = "is it installed, or a file of the working folder, or its folder in PYTHONPATH?"
         if found is not None:
             near = difflib.get_close_matches(attribute, dir(found), 1, _MIN_NAME_SIMILARITY)
-            advice = f"did you mean {near[0]}?" if near else "name a class that the module has"
+            advice = f"did you mean {near[0]}?" if near else "name one that the module has"
             top = module.partition(".")[0]
             if is_own and _is_in_folder(top) and not str(getattr(found, "__file__", "")).startswith(str(Path.cwd())):
                 advice = f"an installed module has the name of {top} in the working folder: rename that"

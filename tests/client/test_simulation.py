@@ -187,7 +187,9 @@ def test_chosen_metrics_are_measured_at_chosen_checkpoints(spec: Path, tmp_path:
     assert results.runs[0].curves.rounds.tolist() == [2, 4]
     counts = results.count_rounds_until("prequential_loss", math.inf)
     assert counts.to_dict() == {"spec": ["small"] * 2, "seed": [0, 1], "rounds": [2.0, 2.0]}
-    with pytest.raises(SpecError, match="the metric must be one of those measured, error, prequential_loss, got accuracy"):
+    with pytest.raises(
+        SpecError, match="the metric must be one of those measured, error, prequential_loss, got accuracy"
+    ):
         results.count_rounds_until("accuracy", 0.5)
 
 

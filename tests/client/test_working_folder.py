@@ -89,7 +89,7 @@ def test_without_leave_nothing_is_imported_and_the_path_stays(folder: Path) -> N
     ("name", "message"),
     [
         ("own_kinds:OwnLos", "did you mean OwnLoss?"),
-        ("own_kinds:Zzz", "name a class that the module has"),
+        ("own_kinds:Zzz", "name one that the module has"),
         ("nowhere:Class", "is it installed, or a file of the working folder"),
         ("colorsys:Class", "an installed module has the name of colorsys in the working folder: rename that"),
         ("..:Class", "cannot import"),

@@ -256,9 +256,18 @@ async def test_a_decoder_that_raises_is_told_with_its_place(
     assert all(len(line) < 400 and "\n" not in line for line in reading.failures)
 
 
-@pytest.mark.parametrize("name", ["nowhere:decode", "decode:nothing", "decode", "decode:np.x", ":x"])
-def test_a_decoder_that_is_not_there(example: dict[str, Any], name: str) -> None:
-    with pytest.raises(SpecError, match=r"--decoder.*(PYTHONPATH|must be module:function)"):
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("nowhere:decode", "PYTHONPATH"),
+        ("decode:nothing", "has no attribute 'nothing'; name one that the module has"),
+        ("decode", "must be module:function"),
+        ("decode:np.x", "did you mean np"),
+        (":x", "must be module:function"),
+    ],
+)
+def test_a_decoder_that_is_not_there(example: dict[str, Any], name: str, advice: str) -> None:
+    with pytest.raises(SpecError, match=f"--decoder.*{advice}"):
         load_decoder(name)
 
 
