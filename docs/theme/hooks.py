@@ -1,12 +1,14 @@
-"""MkDocs hooks that add pages from outside `docs/`: pages at the root of the repository, and the examples.
+"""MkDocs hooks: pages from outside `docs/`, screenshots for the dark scheme, tables for phones, and checks of each page.
 
-Pages link to files of the repository; on the site these links lead to the page built from the file.
+Pages from outside are those at the root of the repository, and the examples. Pages link to files of the repository; on the
+site these links lead to the page built from the file.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from html import escape, unescape
 from pathlib import Path, PurePosixPath
 from posixpath import relpath
 
@@ -21,6 +23,27 @@ SCRIPTS = {".py": "python", ".mjs": "js", ".yaml": "yaml"}
 """Language of each type of file that is shown as code."""
 INTO_DOCS = re.compile(r"(?<=\]\()docs/")
 OUT_OF_DOCS = re.compile(rf"(?<=\]\()(?:\.\./)+({'|'.join(PAGES)}|examples/\w+\.\w+)(?=[)#])")
+
+TABLE, ROW = (re.compile(rf"<{tag}>.*?</{tag}>", re.DOTALL) for tag in ("table", "tr"))
+HEADER_CELL, CELL = re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL), re.compile(r"<td\b")
+EMPTY_HEADER = re.compile(r"<th(\b[^>]*)></th>")
+TAG = re.compile(r"<[^>]+>")
+CODE = re.compile(r"<pre\b.*?</pre>|<code>([^<]+)</code>", re.DOTALL)
+"""A block of code, or code in a sentence or a cell, which is the group."""
+LONG_WORD = re.compile(r"[^\s<]{20,}")
+AFTER = re.compile(r"[_./](?=[A-Za-z{])")
+"""Characters after which a long word of code in a sentence or a cell may break."""
+SYMBOL = re.compile(r"((?:doc-symbol[^>]*></code>(?:&nbsp;|\s)|doc-object-name[^>]*>)\s*)([\w.]+)")
+"""A name of the Python API in a heading or a table of contents."""
+IN_SYMBOL = re.compile(r"[_.](?=\w)|(?<=[a-z])(?=[A-Z])")
+WITH_BREAK = r"\g<0><wbr>"
+SEARCH = re.compile(r'(?<=<div class="md-search" data-md-component="search" role="dialog")')
+CONTENTS = re.compile(r'(?<=<nav class="md-nav") aria-label="[^"]*"')
+"""A part of the table of contents, which the theme makes a landmark of its own."""
+SECTION = re.compile(r' aria-expanded="\w+">\s*<label class="md-nav__title"[^>]*>\s*<span[^>]*></span>\s*([^<]*[^<\s])')
+"""A section of the navigation, from its name's attribute on. The theme gives a section with a page of its own an empty name."""
+SCREENSHOT = re.compile(r'(<img\b[^>]*\ssrc=")([^":]+)\.png("[^>]*>)')
+MAX_PAGE_BYTES = 500_000
 
 REMOTE = re.compile(r"""<(?:(?:script|img|iframe)[^>]*\ssrc|link[^>]*\shref)=["']?(?:https?:)?//[^>]*>""")
 
@@ -44,14 +67,53 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Check that a page is readable without a network.
+    """Adapt a page to the dark scheme and to phones, and check that it is small and readable without a network.
 
     Raises:
-        PluginError: the page loads a file from another host.
+        PluginError: the page loads a file from another host, or has too many bytes.
     """
     if found := REMOTE.search(output):
         raise PluginError(f"{page.file.src_uri} must not load files from other hosts, found {found[0]}")
+    output = add_dark_screenshots(output, Path(page.file.abs_dest_path).parent)
+    output = TABLE.sub(lambda table: label_cells(table[0]), output)
+    output = CODE.sub(add_breaks, output)
+    output = SYMBOL.sub(lambda symbol: symbol[1] + IN_SYMBOL.sub(WITH_BREAK, symbol[2]), output)
+    output = SEARCH.sub(' aria-label="Search"', CONTENTS.sub(' role="none"', output))
+    output = SECTION.sub(r' aria-label="\1"\g<0>', output)
+    if (size := len(output.encode())) > MAX_PAGE_BYTES:
+        raise PluginError(f"{page.file.src_uri} must have at most {MAX_PAGE_BYTES} bytes of HTML, has {size}: split it")
     return output
+
+
+def add_dark_screenshots(output: str, folder: Path) -> str:
+    """Show `NAME-dark.png` in the dark scheme for each `NAME.png` that has one; `folder` is that of the built page."""
+
+    def add(image: re.Match[str]) -> str:
+        dark = f"{image[2]}-dark.png"
+        if not (folder / dark).is_file():
+            return image[0]
+        return f"{image[1]}{image[2]}.png#only-light{image[3]}{image[1]}{dark}#only-dark{image[3]}"
+
+    return SCREENSHOT.sub(add, output)
+
+
+def add_breaks(code: re.Match[str]) -> str:
+    """Allow long words of code in a sentence or a cell to break after punctuation; blocks stay as they are."""
+    if not code[1]:
+        return code[0]
+    return f"<code>{LONG_WORD.sub(lambda word: AFTER.sub(WITH_BREAK, word[0]), code[1])}</code>"
+
+
+def label_cells(table: str) -> str:
+    """Give each cell of a table the name of its column, which a phone shows above the value."""
+    names = [escape(unescape(TAG.sub("", cell)).strip()) for cell in HEADER_CELL.findall(table)]
+    labelled = ROW.sub(lambda row: _label_row(row[0], names), table)
+    return EMPTY_HEADER.sub(r"<td\1></td>", labelled)  # a header cell must have a text
+
+
+def _label_row(row: str, names: list[str]) -> str:
+    labels = iter(names)
+    return CELL.sub(lambda cell: f'<td data-label="{name}"' if (name := next(labels, "")) else cell[0], row)
 
 
 def render_script(path: Path) -> str:

@@ -89,6 +89,7 @@ NOT_RUN: dict[str, dict[str, Why]] = {
     },
     "docs/index.md": {
         "python3 -m venv": Why.NEWCOMER,
+        ".venv/bin/sottovoce demo": Why.NEWCOMER,
     },
     "docs/operate/backup.md": {
         "cp -a": Why.YOURS,

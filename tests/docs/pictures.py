@@ -1,7 +1,8 @@
 """Make the pictures of docs/images again: `python -m tests.docs.pictures [NAME ...]`; without a name, all, in some five minutes.
 
-Nothing is drawn for a picture: each is what a command shows, in a Chromium or on a terminal. Look at what changed before you
-commit it.
+Nothing is drawn for a picture: each is what a command shows, in a Chromium or on a terminal. A screenshot, `NAME.png`, has a
+second file for the dark scheme, `NAME-dark.png`, which the site shows by itself (docs/theme/hooks.py). Look at what changed
+before you commit it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import yaml
+from PIL import Image
 from playwright.sync_api import FloatRect, Locator, Page, sync_playwright
 from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, SVG_EXPORT_THEME
 from rich.text import Text
 
 from tests.client.browsers import CHROMIUM
@@ -34,7 +38,10 @@ from tests.docs.pages import BY_PAGES, CHECKOUT, blocks, text_of
 from tests.docs.shell import PATIENCE_S
 
 IMAGES = CHECKOUT / "docs" / "images"
-DRAWN = {"threat-models.svg"}
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+THEMES = {"light": DEFAULT_TERMINAL_THEME, "dark": SVG_EXPORT_THEME}
+"""Colours of a terminal in each scheme."""
+DRAWN = {"exchange.svg", "threat-models.svg"}
 """Those that are drawn by hand, and show what no command prints."""
 COLUMNS, LINES = 106, 40
 REDRAWN = re.compile(r"(?:\r|\x1b\[2K|\x1b\[1A)+(?=[^\n])")
@@ -67,12 +74,25 @@ REPORTS = {
 }
 
 
+def list_files(name: str) -> list[str]:
+    """List the files of a picture: a screenshot has one for the light and one for the dark scheme."""
+    return [name, name.replace(".png", "-dark.png")] if name.endswith(".png") else [name]
+
+
+def take_screenshots(tab: Page, name: str, **options: Any) -> None:
+    """Save screenshots of a page in the light and the dark scheme, with at most 256 colours, to keep the files small."""
+    for scheme, file in zip(SCHEMES, list_files(name), strict=True):
+        tab.emulate_media(color_scheme=scheme)
+        taken = Image.open(io.BytesIO(tab.screenshot(**options))).convert("RGB")
+        taken.quantize(256, dither=Image.Dither.NONE).save(IMAGES / file, optimize=True)
+
+
 @contextmanager
 def browser(width: int, height: int) -> Iterator[Page]:
-    """An empty tab, in the light."""
+    """Open an empty tab."""
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        look = {"viewport": {"width": width, "height": height}, "reduced_motion": "reduce", "color_scheme": "light"}
+        look = {"viewport": {"width": width, "height": height}, "reduced_motion": "reduce"}
         yield chromium.new_page(**look)  # type: ignore[arg-type]
         chromium.close()
 
@@ -94,7 +114,7 @@ def report(name: str, folder: Path) -> None:
         bottom = max(
             box["y"] + box["height"] for box in map(_box, tab.locator("section, .part").all()[: recipe.sections])
         )
-        tab.screenshot(path=IMAGES / name, full_page=True, clip={"x": 0, "y": 0, "width": 1280, "height": bottom + 12})
+        take_screenshots(tab, name, full_page=True, clip={"x": 0, "y": 0, "width": 1280, "height": bottom + 12})
 
 
 def _box(each: Locator) -> FloatRect:
@@ -108,10 +128,16 @@ def terminal(folder: Path) -> None:
     drawn = REDRAWN.split(UNSEEN.sub("", typed("sottovoce demo --out demo", folder)))
     going = [screen for screen in drawn if "round " in screen and "/500" in screen]
     shown = {"while it runs": going[len(going) * 3 // 5], "at the end": drawn[-1]}
-    framed = "".join(f"<p>{_framed(text, f'sottovoce demo: {when}')}</p>" for when, text in shown.items())
+    framed = "".join(
+        f"<p class={scheme}>{_framed(text, f'sottovoce demo: {when}', scheme)}</p>"
+        for when, text in shown.items()
+        for scheme in SCHEMES
+    )
+    style = "body, p { margin: 0; line-height: 0 } svg { width: 100% }"
+    style += "".join(f"@media not (prefers-color-scheme: {each}) {{ .{each} {{ display: none }} }}" for each in SCHEMES)
     with browser(1260, 400) as tab:
-        tab.set_content(f"<style>body, p {{ margin: 0; line-height: 0 }} svg {{ width: 100% }}</style>{framed}")
-        tab.screenshot(path=IMAGES / "terminal.png", full_page=True)
+        tab.set_content(f"<style>{style}</style>{framed}")
+        take_screenshots(tab, "terminal.png", full_page=True)
 
 
 def typed(command: str, folder: Path) -> str:
@@ -133,11 +159,13 @@ def typed(command: str, folder: Path) -> str:
     return b"".join(read).decode().replace(f"{folder}/", "")
 
 
-def _framed(text: str, title: str) -> str:
+def _framed(text: str, title: str, scheme: str) -> str:
     """What stands on a screen, in a window."""
     screen = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     screen.print(Text.from_ansi(text.replace("\r", "").strip("\n")))
-    return FONTS.sub("", screen.export_svg(title=title, unique_id=title.split()[-1]))
+    return FONTS.sub(
+        "", screen.export_svg(title=title, theme=THEMES[scheme], unique_id=f"{title.split()[-1]}-{scheme}")
+    )
 
 
 def console(folder: Path) -> None:
@@ -155,7 +183,7 @@ def console(folder: Path) -> None:
             assert found is not None
             tab.goto(found[0])
             _until(lambda: int(re.sub(r" of .*|\D", "", tab.text_content("#round") or "") or 0) >= ROUNDS)
-            tab.screenshot(path=IMAGES / "console.png")
+            take_screenshots(tab, "console.png")
 
 
 @contextmanager
