@@ -94,7 +94,7 @@ def test_the_number_of_parameters_is_that_of_the_loss(spec: RunSpec, monkeypatch
 def test_what_is_said_first_is_a_message_of_the_fields(
     change: Callable[[Any], object], told: str, said: Callable[..., Any]
 ) -> None:
-    with pytest.raises(SpecError, match=rf"Gossip\.emit \(gossip\.py:\d+\) {told}; see docs/own-algorithm\.md"):
+    with pytest.raises(SpecError, match=rf"Gossip\.emit \(gossip\.py:\d+\) {told}; see docs/guides/extending\.md"):
         said(change)
 
 

@@ -47,6 +47,7 @@ NAMES = [
     "read_results",
     "simulate",
     "sweep",
+    "track",
 ]
 
 
