@@ -293,7 +293,7 @@ async def test_a_worker_more_than_wanted_is_refused(tmp_path: Path) -> None:
 
 async def test_an_eavesdropper_without_remote_workers_takes_none(tmp_path: Path) -> None:
     async with network(tmp_path, NAMES) as up:
-        assert (await say_hello(up, None)).code() is grpc.StatusCode.PERMISSION_DENIED
+        assert (await say_hello(up, None, host="first.example")).code() is grpc.StatusCode.PERMISSION_DENIED
 
 
 @pytest.mark.parametrize("principal", ["eavesdropper/other", "learner/ann", "coordinator/main", "operator/ada"])
