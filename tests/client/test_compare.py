@@ -231,6 +231,13 @@ def test_accuracy_over_epsilon_comes_first_with_a_line_for_each_algorithm(record
     assert not any(each for each in alone.elements if each.name == "over-epsilon")
 
 
+def test_specs_of_one_algorithm_calibrated_to_one_epsilon_are_points(records: Path) -> None:
+    runs = [one_of(records, replicas=3, spec=f"at-{e}", epsilon_record_use=e) for e in (0.9991, 0.9995)]
+    (figure,) = (each for each in make_compare_page(Results(tuple(runs))).elements if each.name == "over-epsilon")
+    assert isinstance(figure, Figure)
+    assert [(mark.kind, mark.name) for mark in figure.marks] == [("dots", "at-0.9991"), ("dots", "at-0.9995")]
+
+
 def test_the_table_of_a_page_folds_to_what_is_asked_first(records: Path) -> None:
     short, full = make_compare_page(Results((one_of(records),))).elements[:2]
     assert isinstance(short, PageTable) and isinstance(full, PageTable)

@@ -169,9 +169,15 @@ NOT_RUN: dict[str, dict[str, Why]] = {
         "cp deploy": Why.ROOT,
         "systemctl": Why.ROOT,
     },
+    "docs/start/install.md": {
+        "python3 -m venv": Why.INSTALLED,
+        "pip install": Why.INSTALLED,
+        ". .venv": Why.INSTALLED,
+    },
     "docs/start/researcher.md": {
         "python3 -m venv": Why.INSTALLED,
         "pip install": Why.INSTALLED,
+        "python -m experiments": Why.EXPERIMENTS,
     },
 }
 """Of a page, how commands begin, and the reason."""

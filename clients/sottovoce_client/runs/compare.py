@@ -89,6 +89,8 @@ _PLOTS: tuple[tuple[str, str, Literal["number", "share"]], ...] = (
     ("consensus_error", "consensus error", "number"),
 )
 """Plotted metrics: name, title, and value format."""
+_MIN_EPSILON_RATIO = 1.01
+"""Ratio of the largest and smallest epsilon above which an algorithm has a line; calibrated ones differ by less."""
 _METRIC_OF_HEAD = {
     "accuracy": "accuracy",
     "average loss": "average_loss",
@@ -395,7 +397,7 @@ def _plot_over_epsilon(results: Results) -> Figure:
     lines = []
     for algorithm, runs in groups.items():
         x = as_floats([each.facts.epsilon_record_use for each in runs])
-        if x[0] < x[-1]:
+        if x[-1] > _MIN_EPSILON_RATIO * x[0]:
             lines.append((algorithm, make_final_line(x, [each.curves for each in runs], metric, is_curve=True)))
         else:
             points = [make_final_line(x[:1], [each.curves], metric, is_curve=False) for each in runs]
