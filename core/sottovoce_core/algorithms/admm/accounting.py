@@ -353,7 +353,7 @@ def _proof(calibration: NoiseCalibration) -> str:
     if isinstance(calibration, NoCalibration):
         return "none: messages carry no noise"
     theorem = "Theorem 5 (DVP)" if isinstance(calibration, DualCalibration) else "Theorem 6 (PVP)"
-    return f"Zhang & Zhu 2017, {theorem}, corrected and summed over the iterations; sottovoce_core.algorithms.admm"
+    return f"Zhang & Zhu 2017, {theorem}, corrected and summed over the iterations; docs/theory/admm.md"
 
 
 def _constants(calibration: NoiseCalibration, node: NodeParameters) -> dict[str, Constant]:

@@ -115,7 +115,7 @@ class DualAveragingAccountant(Accountant):
         self._t, self._seen = 0, 0
         self._followed = [(0.0, 0.0)]  # of no round yet
         self._renyi: RenyiFrontier | None = None
-        proof = "Cheng, Liao & Li 2023, Theorem 2, corrected: conditional on the past; sottovoce_core.algorithms.dual_averaging"
+        proof = "Cheng, Liao & Li 2023, Theorem 2, corrected: conditional on the past; docs/theory/dpsda.md"
         self.basis = GuaranteeBasis(mode, proof, _constants(sensitivity))
 
     @property

@@ -265,7 +265,7 @@ class PdFtgl:
         placement, scope = "after", "; of published decisions alone"
         if self.has_noise_before_gossip:
             placement, scope = "before", " and noise before gossip"
-        proof = f"Wang et al. 2025, Theorem 3.6, with the exact sensitivity{scope}; sottovoce_core.algorithms.follow_the_leader"
+        proof = f"Wang et al. 2025, Theorem 3.6, with the exact sensitivity{scope}; docs/theory/pd-ftgl.md"
         return GuaranteeBasis(f"tree noise, {placement} gossip", proof, self._constants(learner))
 
     def _constants(self, learner: int) -> dict[str, Constant]:

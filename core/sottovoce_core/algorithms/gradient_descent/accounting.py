@@ -99,9 +99,10 @@ class DescentAccountant(Accountant):
         self._regularity, self._update, self.adjacency = regularity, update, adjacency
         self.mechanism = Mechanism.laplace(update.dim)
         self.has_dominating_losses = adjacency is Adjacency.LEARNER
-        self.basis = GuaranteeBasis(
-            "best", "sottovoce_core.algorithms.gradient_descent.accounting", regularity.constants(own_weight)
+        proof = (
+            "the distance of a learner's values between adjacent data sets, given all messages; docs/theory/gossip.md"
         )
+        self.basis = GuaranteeBasis("best", proof, regularity.constants(own_weight))
         self._t = 0
         self._distances = np.zeros(1)  # of no record yet
         self._totals = np.zeros(1)

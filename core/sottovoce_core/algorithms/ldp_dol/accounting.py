@@ -204,9 +204,7 @@ class LdpDolAccountant(FirstRecordAccountant):
         )
         self.mechanism = Mechanism.laplace(learner.dim)
         self._root = math.sqrt(learner.dim)
-        proof = (
-            "Chen & Wang 2025, Theorem 5 with (17)-(22) and the learner's own |w_ii|; sottovoce_core.algorithms.ldp_dol"
-        )
+        proof = "Chen & Wang 2025, Theorem 5 with (17)-(22) and the learner's own |w_ii|; docs/theory/ldp-dol.md"
         self.basis = GuaranteeBasis(mode, proof, regularity.constants(learner.own_weight))
 
     @property
