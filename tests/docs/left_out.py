@@ -165,9 +165,6 @@ NOT_RUN: dict[str, dict[str, Why]] = {
     "docs/start/engineer.md": {
         "python3 -m venv": Why.INSTALLED,
         "pip install": Why.INSTALLED,
-        "docker ": Why.DOCKER,
-        "cp deploy": Why.ROOT,
-        "systemctl": Why.ROOT,
     },
     "docs/start/install.md": {
         "python3 -m venv": Why.INSTALLED,
