@@ -11,7 +11,7 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.audit import audit_simulated
 from sottovoce_core.auditing.bounds import Test
 from sottovoce_core.auditing.plan import AuditPlan, divide_runs, plan_audit
-from sottovoce_core.auditing.verdict import Findings, add_detectable_effects
+from sottovoce_core.auditing.verdict import DetectableEffect, Findings, add_detectable_effects
 from sottovoce_core.privacy.guarantee import ThreatModel
 from tests.claims import SETUPS
 from tests.examples import made_up
@@ -111,3 +111,11 @@ def test_what_an_audit_could_have_found_is_what_it_had() -> None:
     # Losses that are as large as these would all be right guesses, and so many are too many.
     assert within_reach(plan, 0, np.full(400, 1.5)).undetectable_violation == ""
     assert within_reach(plan, 0, np.full(3, 0.01)).undetectable_violation == "a learner without noise"
+
+
+def test_an_error_of_the_scale_is_written_without_powers_of_ten() -> None:
+    assert [DetectableEffect.from_scale_error(error).text.split(" by ")[1] for error in (0.0012, 0.997, 1.23)] == [
+        "0.12 %",
+        "100 %",
+        "120 %",
+    ]

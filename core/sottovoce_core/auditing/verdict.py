@@ -103,6 +103,11 @@ class DetectableEffect:
     min_effect: float
     text: str
 
+    @classmethod
+    def from_scale_error(cls, error: float) -> DetectableEffect:
+        """Describe the minimum detectable relative error of the noise's scale."""
+        return cls("marginal", error, f"noise whose size is wrong by {float(f'{100 * error:.2g}'):g} %")
+
 
 @dataclass(frozen=True, slots=True)
 class Findings:
@@ -416,7 +421,7 @@ def _list_noise_effects(plan: AuditPlan, numbers: int, on_lattice: bool) -> Iter
         return
     level = plan.alpha_allocation.compute_level("conformance", "marginal", 8)
     error = -float(special.ndtri(level / 2) + special.ndtri(1 - _POWER)) / math.sqrt(numbers)
-    yield DetectableEffect("marginal", error, f"noise whose size is wrong by {100 * error:.2g} %")
+    yield DetectableEffect.from_scale_error(error)
     learners = plan.run.spec.n_learners
     messages = 2 * plan.total_runs * plan.run.spec.rounds * learners
     if learners > 1:

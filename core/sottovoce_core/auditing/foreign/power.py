@@ -171,4 +171,4 @@ def compute_noise_effect(numbers: int, levels: AlphaAllocation) -> tuple[Detecta
     level = levels.compute_level("conformance", "marginal", _PRIMARY_TESTS) / 2.0
     error = float(stats.norm.isf(level) + stats.norm.isf(1.0 - _POWER)) / math.sqrt(numbers)
     detects_half_noise = float(special.gammainc(numbers, 2.0 * special.gammaincinv(numbers, level))) >= _POWER
-    return DetectableEffect("marginal", error, f"noise whose size is wrong by {100 * error:.2g} %"), detects_half_noise
+    return DetectableEffect.from_scale_error(error), detects_half_noise
