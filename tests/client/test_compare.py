@@ -113,6 +113,42 @@ def test_the_table_says_what_the_runs_came_to(records: Path, tmp_path: Path) -> 
     assert (tmp_path / "compare.md").read_text(encoding="utf-8").strip() in text
 
 
+def test_several_targets_give_a_line_for_every_spec(records: Path, tmp_path: Path) -> None:
+    """Also for two specs with one algorithm; each run has its target, and the figure a line through all targets."""
+    short, long = written(records, "short"), written(records, "long", rounds=30)
+    out = tmp_path / "out"
+    arguments = [
+        "compare",
+        str(short),
+        str(long),
+        "--target",
+        "4,1",
+        "--replicas",
+        "2",
+        "--export",
+        "svg",
+        "--out",
+        str(out),
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    results = read_results(out)
+    facts = [each.facts for each in results.runs]
+    assert [(each.spec, each.changes) for each in facts] == [
+        (name, {"target": target}) for name in ("short", "long") for target in (1.0, 4.0)
+    ]
+    assert [each.epsilon_record_use for each in facts] == pytest.approx([1.0, 4.0] * 2, rel=1e-3)
+    assert "over-epsilon.svg" in {path.name for path in out.iterdir()}
+    lines = HorizontalAxis.choose({"out": results}, "epsilon").make_lines(results)["accuracy"]
+    assert [(name, len(line.x), line.is_curve) for name, line in lines] == [("short", 2, True), ("long", 2, True)]
+    again = compare([short, long], replicas=2, target=[1, 4])
+    assert [each.facts.changes for each in again.runs] == [each.changes for each in facts]
+    assert len(compare([short], replicas=2, target=4.0).runs) == 1
+    for wrong in ("0", "-1", "1,x", "inf"):
+        refused = CliRunner().invoke(app, ["compare", str(short), "--target", wrong])
+        assert refused.exit_code != 0 and "--target must be" in str(refused.exception)
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 140, 200])
 def test_no_number_is_torn_on_a_narrow_terminal(width: int) -> None:
     heads = ["spec", "algorithm", "ε per record use", "accuracy", "consensus error", "floats sent"]

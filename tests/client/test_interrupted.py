@@ -110,7 +110,7 @@ def test_work_ends_in_a_line(
     [
         (["simulate", "SPEC", "--checkpoints", "2,4,6"], 5, "results until round 4 of 6 are kept: ", [[2, 4]]),
         (["simulate", "SPEC", "--checkpoints", "6,"], 5, "", []),
-        (["compare", "SPEC", "SPEC", "--checkpoints", "1"], 8, "results of 1 spec of 2 are kept: ", [[6]]),
+        (["compare", "SPEC", "SPEC", "--checkpoints", "1"], 8, "results of 1 run of 2 are kept: ", [[6]]),
         (
             ["sweep", "SPEC", "--set", "algorithm.sigma=1,2,4", "--jobs", "1"],
             14,
@@ -461,7 +461,7 @@ def test_elsewhere_short_work_prints_nothing(capsys: pytest.CaptureFixture[str])
     ("words", "last"),
     [
         (["simulate", "SPEC"], "simulating: 6 of 6 rounds"),
-        (["compare", "SPEC", "--replicas", "2"], "spec 1 of 1, SPEC: 6 of 6 rounds"),
+        (["compare", "SPEC", "--replicas", "2"], "run 1 of 1, SPEC: 6 of 6 rounds"),
         (
             ["sweep", "SPEC", "--set", "algorithm.sigma=1,2", "--replicas", "2", "--jobs", "1"],
             "simulating: 24 of 24 rounds",

@@ -13,7 +13,6 @@ from sottovoce_client.cli import completion
 from sottovoce_client.cli.app import (
     MAX_COUNT,
     SERVICE_FILES,
-    CalibrationTarget,
     CanaryCount,
     CheckpointList,
     ExportFormats,
@@ -30,6 +29,7 @@ from sottovoce_client.cli.app import (
     parse_checkpoints,
     parse_field_values,
     parse_metrics,
+    parse_privacy_levels,
     prepare_run,
 )
 from sottovoce_client.cli.common_options import OPERATOR_OPTIONS, get_common_options
@@ -286,7 +286,14 @@ def compare(
         int, typer.Option(min=1, max=MAX_COUNT, help="Independent repetitions of each, side by side.")
     ] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
-    target: CalibrationTarget = None,
+    target: Annotated[
+        str,
+        typer.Option(
+            metavar="E,E,...",
+            help="Calibrate the noise of every run to this epsilon of one use of a record first; several: to each of them.",
+            show_default="the noise of the spec",
+        ),
+    ] = "",
     delta: ResultDelta = 0.0,
     tune: TunedFields = None,
     metrics: MetricNames = "",
@@ -301,7 +308,7 @@ def compare(
     from sottovoce_client.runs.compare import compare_to_folder, list_builtin_sources, list_file_sources
     from sottovoce_core.results import RESULT_FILE_NAMES
 
-    formats = parse_formats(export)
+    formats, targets = parse_formats(export), parse_privacy_levels(target, option="--target") if target else ()
     sources = [*(list_builtin_sources() if all_algorithms else []), *list_file_sources(specs or [])]
     if not sources:
         raise SpecError("compare requires specs, or --all-algorithms")
@@ -318,7 +325,7 @@ def compare(
             folder,
             replicas=replicas,
             seed=seed,
-            target=target,
+            targets=targets,
             delta=delta,
             tune=tuned,
             export_formats=formats,

@@ -140,7 +140,7 @@ def compare_to_folder(
     *,
     replicas: int,
     seed: int,
-    target: float | None = None,
+    targets: Sequence[float] = (),
     delta: float = 0.0,
     tune: Mapping[str, Sequence[Any]] | None = None,
     export_formats: Sequence[str] = (),
@@ -159,8 +159,8 @@ def compare_to_folder(
         folder: Output folder.
         replicas: Repetitions of each spec, which differ in their noise alone.
         seed: Seed of the noise, the same for each spec.
-        target: Epsilon of one use of a record to which the noise of every spec is calibrated; None: as it is.
-        delta: Delta of the target and of the epsilons in the table; 0: those of the specs.
+        targets: Epsilons of one use of a record; the noise of every spec is calibrated to each of them. Empty: as it is.
+        delta: Delta of the targets and of the epsilons in the table; 0: those of the specs.
         tune: Values of fields of which each spec gets the best ones, as of `sv.sweep`.
         export_formats: Formats of the files for papers.
         metrics: Names of metrics; None: the default ones.
@@ -171,12 +171,13 @@ def compare_to_folder(
     runs, failures, first, code = [], [], None, 0
     is_interrupted = False
     names = make_spec_names([source for source, _ in sources])
-    for k, ((source, load_one), name) in enumerate(zip(sources, names, strict=True), 1):
+    planned = [(*one, name, *each) for one, name in zip(sources, names, strict=True) for each in _list_targets(targets)]
+    for k, (source, load_one, name, target, changes) in enumerate(planned, 1):
         try:
             experiment = equalise(load_one(), target, delta, tune, seed)
             first = first or experiment
             _require_same_records(experiment.data, first.data)
-            with terminal.show_progress_bar(title := f"spec {k} of {len(sources)}, {source}") as report:
+            with terminal.show_progress_bar(title := f"run {k} of {len(planned)}, {source}") as report:
                 on_ready(experiment.prepared_run)
                 runs.append(
                     simulate_and_measure(
@@ -185,6 +186,7 @@ def compare_to_folder(
                         replicas,
                         seed,
                         partial(report, title, unit="rounds"),
+                        changes=changes,
                         metrics=metrics,
                         checkpoints=checkpoints,
                     )
@@ -193,7 +195,7 @@ def compare_to_folder(
             if not runs:
                 raise
             is_interrupted = True
-            terminal.print_notice(f"results of {pluralize(len(runs), 'spec')} of {len(sources)} are kept: {folder}")
+            terminal.print_notice(f"results of {pluralize(len(runs), 'run')} of {len(planned)} are kept: {folder}")
             break
         except (SottovoceError, ArithmeticError, ValueError) as error:  # user-defined algorithms may raise these
             failures.append({"spec": source, "error": str(error)})
@@ -228,6 +230,13 @@ def compare_to_folder(
     return 1 if failures else code
 
 
+def _list_targets(targets: Sequence[float]) -> list[tuple[float | None, dict[str, float]]]:
+    """List the targets of every spec (None: its own noise), and if there are several the changed field that names each."""
+    if len(targets) > 1:
+        return [(target, {"target": target}) for target in map(float, targets)]
+    return [(next(iter(targets), None), {})]
+
+
 _RECORD_FIELDS = ("source", "schema", "label", "positive", "test_fraction", "scale", "intercept", "seed")
 """Fields of `data` that choose the records and hold some of them out; their distribution and order may differ."""
 
@@ -250,10 +259,11 @@ def simulate_and_measure(
     seed: int,
     progress: Callable[[int, int], None] = lambda done, rounds: None,
     *,
+    changes: Mapping[str, Any] | None = None,
     metrics: Sequence[str] | None = None,
     checkpoints: int | Sequence[int] = CHECKPOINTS,
 ) -> Result:
-    """Simulate and measure one run; call `progress` with the completed rounds and all rounds."""
+    """Simulate and measure one run with these `changes`; call `progress` with the completed rounds and all rounds."""
     run, data = experiment.run, experiment.records
     measured = Metrics(run, data, metrics=metrics, checkpoints=checkpoints)
     rounds, seconds = simulate_rounds(run, data, SeededNoise(seed), replicas), 0.0
@@ -267,7 +277,7 @@ def simulate_and_measure(
             measured.add_round(step)
             progress(step.t + 1, run.spec.rounds)
     rate = replicas * run.spec.rounds / seconds
-    return Result(collect_facts(experiment.prepared_run, name, rounds_per_s=rate), measured.curves)
+    return Result(collect_facts(experiment.prepared_run, name, changes, rounds_per_s=rate), measured.curves)
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------
@@ -381,7 +391,9 @@ def make_compare_page(results: Results) -> Page:
 
 
 def _plot_over_epsilon(results: Results) -> Figure:
-    """Plot the final accuracy, or else the loss, over epsilon: a line per algorithm, a point per algorithm with one epsilon.
+    """Plot the final accuracy, or else the loss, over epsilon.
+
+    There is a line per algorithm, or per spec with several targets; and a point per algorithm with one epsilon.
 
     A dashed line shows the best result without a finite epsilon. Empty with less than two points.
     """
@@ -393,12 +405,12 @@ def _plot_over_epsilon(results: Results) -> Figure:
     metric, words, form = next((each for each in plots if each[0] == "accuracy"), plots[0])
     groups: dict[str, list[Result]] = {}
     for run in sorted(finite, key=lambda each: each.facts.epsilon_record_use):
-        groups.setdefault(run.facts.algorithm, []).append(run)
+        groups.setdefault(run.facts.spec if run.facts.changes else run.facts.algorithm, []).append(run)
     lines = []
-    for algorithm, runs in groups.items():
+    for group, runs in groups.items():
         x = as_floats([each.facts.epsilon_record_use for each in runs])
         if x[-1] > _MIN_EPSILON_RATIO * x[0]:
-            lines.append((algorithm, make_final_line(x, [each.curves for each in runs], metric, is_curve=True)))
+            lines.append((group, make_final_line(x, [each.curves for each in runs], metric, is_curve=True)))
         else:
             points = [make_final_line(x[:1], [each.curves], metric, is_curve=False) for each in runs]
             lines += [(each.facts.spec, point) for each, point in zip(runs, points, strict=True)]
@@ -414,7 +426,7 @@ def _plot_over_epsilon(results: Results) -> Figure:
 
 
 def _figures(results: Results) -> list[Figure]:
-    named = [(each.facts.spec, each.curves) for each in results.runs]
+    named = [(f"{each.facts.spec} {each.facts.setting}".strip(), each.curves) for each in results.runs]
     return [
         make_figure(
             metric.replace("_", "-"),
@@ -442,7 +454,7 @@ def compare(
     replicas: int = 10,
     seed: int = 0,
     *,
-    target: float | None = None,
+    target: float | Sequence[float] | None = None,
     delta: float = 0.0,
     tune: Mapping[str, Sequence[Any]] | None = None,
     metrics: Sequence[str] | None = None,
@@ -454,7 +466,8 @@ def compare(
         experiments: Mapping from name to experiment; or a list, each under its own name. Paths are those of spec files.
         replicas: Repetitions of each, which differ in their noise alone.
         seed: Seed of the noise, the same for each.
-        target: Epsilon of one use of a record to which the noise of each experiment is calibrated; None: as it is.
+        target: Epsilon of one use of a record to which the noise of each experiment is calibrated; several: each experiment is
+            calibrated to each of them. None: as it is.
         delta: Delta of the target and of the epsilons in the results (0: that of each experiment).
         tune: Values of fields of which each experiment gets the best ones, as tuned on the held-out records, which are public;
             fields that it does not have are left out.
@@ -462,7 +475,8 @@ def compare(
         checkpoints: Numbers of rounds after which to measure; or how many, evenly spread on a logarithmic scale up to the last.
 
     Returns:
-        A run per experiment. `summary()` has a row for each run and metric; `runs[k].facts` has the guarantee of the k-th.
+        A run per experiment, and per target if there are several.
+        `summary()` has a row for each run and metric; `runs[k].facts` has the guarantee of the k-th.
 
     Raises:
         SpecError: Names are not unique, records differ, or an experiment cannot be run or measured.
@@ -487,14 +501,22 @@ def compare(
         )
     for _, each in named:
         _require_same_records(each.data, named[0][1].data)
-    named = [(name, equalise(each, target, delta, tune, seed)) for name, each in named]
-    for _, each in named:  # before the first is simulated
+    targets = [] if target is None else [target] if isinstance(target, int | float) else target
+    planned = [
+        (name, equalise(each, one, delta, tune, seed), changes)
+        for name, each in named
+        for one, changes in _list_targets(targets)
+    ]
+    for _, each, _ in planned:  # before the first is simulated
         select_metrics(each.run, each.records, metrics)
         resolve_checkpoints(each.rounds, checkpoints)
     runs: list[Result] = []
     try:
-        for name, each in named:
-            runs.append(simulate_and_measure(name, each, replicas, seed, metrics=metrics, checkpoints=checkpoints))
+        for name, each, changes in planned:
+            measured = simulate_and_measure(
+                name, each, replicas, seed, changes=changes, metrics=metrics, checkpoints=checkpoints
+            )
+            runs.append(measured)
     except KeyboardInterrupt:
         if not runs:
             raise
