@@ -86,5 +86,8 @@ TUTORIALS = [f"docs/start/{role}.md" for role in ("auditor", "engineer", "resear
 """Those that begin in an empty folder; the others are followed in a clone, beside what they name (`following.ready`)."""
 PAGES = list(_pages())
 """Those that are followed, command by command."""
-BY_PAGES = {"tutorial-sweep.svg": ("docs/start/researcher.md", "tradeoff/over-epsilon.svg")}
+BY_PAGES = {
+    "tutorial-epsilon.svg": ("docs/start/researcher.md", "tradeoff/over-epsilon.svg"),
+    "tutorial-rounds.svg": ("docs/start/researcher.md", "blocks/accuracy.svg"),
+}
 """Of a picture of docs/images, the page whose commands draw it, and where they put it."""
