@@ -30,6 +30,7 @@ EMPTY_HEADER = re.compile(r"<th(\b[^>]*)></th>")
 TAG = re.compile(r"<[^>]+>")
 CODE = re.compile(r"<pre\b.*?</pre>|<code>([^<]+)</code>", re.DOTALL)
 """A block of code, or code in a sentence or a cell, which is the group."""
+OPTION = re.compile(r"--?[\w-]{1,26}")
 LONG_WORD = re.compile(r"[^\s<]{20,}")
 AFTER = re.compile(r"[_./](?=[A-Za-z{])")
 """Characters after which a long word of code in a sentence or a cell may break."""
@@ -101,6 +102,8 @@ def add_breaks(code: re.Match[str]) -> str:
     """Allow long words of code in a sentence or a cell to break after punctuation; blocks stay as they are."""
     if not code[1]:
         return code[0]
+    if OPTION.fullmatch(code[1]):
+        return f'<code class="option">{code[1]}</code>'  # browsers would break it after a hyphen
     return f"<code>{LONG_WORD.sub(lambda word: AFTER.sub(WITH_BREAK, word[0]), code[1])}</code>"
 
 
