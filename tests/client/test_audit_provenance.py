@@ -112,8 +112,8 @@ def test_a_capture_of_several_parts_has_the_digest_that_the_report_tells_how_to_
     shutil.copy(place / "part-000001.parquet", place / "part-000002.parquet")
     page = html.unescape((tmp_path / "audit.html").read_text())
     lines = page[page.index("raw() {") :].partition("</code>")[0]
-    tutorial = (CHECKOUT / "docs" / "start" / "auditor.md").read_text(encoding="utf-8")
-    assert all(line in tutorial for line in lines.splitlines())
+    shown = (CHECKOUT / "docs" / "audit" / "captures.md").read_text(encoding="utf-8")
+    assert all(line in shown for line in lines.splitlines())
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     typed, environment = ["bash", "-c", lines], {**os.environ, "PATH": path}
     done = subprocess.run(typed, cwd=place, env=environment, capture_output=True, text=True, check=True)
