@@ -27,6 +27,7 @@ OBSERVERS = {
 _CAPTURE_READER = "an observer of the captured channels"
 _CIPHERTEXT_READER = "an observer of encrypted traffic, which sees sizes and times alone"
 
+_SIMULATED = "No running service, network or timing was tested."
 _QUESTIONS = {
     "conformance": "Is the noise in the messages of the claimed kind and size, and new in every message?",
     "likelihood": "How much does each run reveal about the record, computed by the algorithm itself?",
@@ -85,13 +86,14 @@ def summarise_audit(done: Audit, name: str) -> AuditSummary:
     observer = OBSERVERS[plan.adversary.threat]
     if plan.adversary.neighbour is not None:
         observer = observer.replace("neighbour", f"neighbour ({plan.run.spec.names[plan.adversary.neighbour]})", 1)
+    is_simulated = done.source == "the simulator"
     is_partial = done.verdict.kind == "consistent" and not found.has_both_worlds
     summary = _summarise(
         done.verdict,
         found,
         claim=(*_describe_claim(found, name, observer), _describe_adjacency(plan)),
         scope=tuple(_describe_scope(done, name, subject, observer)),
-        runs=_count_runs(found, "simulated" if done.source == "the simulator" else "recorded"),
+        runs=(_count_runs(found, "simulated"), _SIMULATED) if is_simulated else (_count_runs(found, "recorded"),),
         families=[
             *(["conformance"] if found.select_family("conformance").tests else []),
             *(["likelihood"] if done.run_losses is not None else []),
@@ -121,7 +123,7 @@ def summarise_foreign_audit(done: ForeignAudit, name: str) -> AuditSummary:
             f"It is about {name}, and {_CAPTURE_READER}.",
             "Two copies of the service ran, on data that differ in one record; any other difference counts as well.",
         ),
-        runs=_count_runs(done.findings, "recorded"),
+        runs=(_count_runs(done.findings, "recorded"),),
         families=families,
         assumptions=_list_order_assumptions(done),
     )
@@ -138,7 +140,7 @@ def summarise_ciphertext_audit(done: ForeignAudit, plan: AuditPlan, assumptions:
             f"It is about the records of {name}, and {_CIPHERTEXT_READER}.",
             f"Compared: {plan.worlds.description}.",
         ),
-        runs=_count_runs(done.findings, "recorded"),
+        runs=(_count_runs(done.findings, "recorded"),),
         families=["black box"],
         assumptions=(*assumptions, *_list_order_assumptions(done)),
     )
@@ -159,7 +161,7 @@ def _summarise(
     *,
     claim: tuple[str, ...],
     scope: tuple[str, ...],
-    runs: str,
+    runs: tuple[str, ...],
     families: Sequence[str],
     assumptions: Sequence[str],
 ) -> AuditSummary:
@@ -169,7 +171,7 @@ def _summarise(
     points = (
         ("The claim", claim),
         ("Whom the verdict concerns", scope),
-        ("What was tried", (runs, *tried, *_describe_confidence(found))),
+        ("What was tried", (*runs, *tried, *_describe_confidence(found))),
         ("Smallest violation that would be found", (power,) if power else ()),
         ("What the verdict does not mean", _NOT_MEANT[verdict.kind]),
         ("What it assumes", (assumed,) if assumed else ()),

@@ -458,7 +458,8 @@ def _list_world_effects(plan: AuditPlan) -> Iterator[DetectableEffect]:
             )
     area = 0.5 + 5.6 / math.sqrt(6 * min(pair.runs for pair in plan.pairs))
     if area < 1.0:
-        text = f"a length, a time or a count that is larger in one world than in the other in {100 * area:.0f} of 100 pairs"
+        where = f"larger in one world than in the other in {100 * area:.0f} of 100 pairs"
+        text = f"a property of the traffic, such as a length, that is {where}"
         yield DetectableEffect("worlds", area, text)
 
 
