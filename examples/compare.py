@@ -20,7 +20,8 @@ for title, algorithm in ALGORITHMS.items():
     # Accuracies are comparable only with the same guarantee.
     experiment = sv.calibrate(plain, EPSILON, privacy_unit="record")
     # With the same seed, equal noise requests of both get equal noise.
-    final = sv.simulate(experiment, REPLICAS, seed=1, checkpoints=1).results.summary()
-    print(f"\n{title}, epsilon of a record {EPSILON:g}, of one use {experiment.epsilon():.4g}")
+    results = sv.simulate(experiment, REPLICAS, seed=1, checkpoints=1).results
+    final = results.summary()
+    print(f"\n{title}, epsilon of a record {results.runs[0].facts.epsilon_record:.4g}")
     for metric, mean, error in zip(final["metric"], final["mean"], final["standard_error"], strict=True):
         print(f"  {metric:<24} {mean:10.4g} ± {2 * error:.2g}")

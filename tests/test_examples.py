@@ -18,7 +18,7 @@ from tests.services.network import network
 CHECKOUT = Path(__file__).resolve().parent.parent
 EXAMPLES = CHECKOUT / "examples"
 SAYS = {
-    "compare": r"(?s)LDP-DOL, epsilon 4\.99\d.*average_loss.*DSGD, epsilon 4\.99\d",
+    "compare": r"(?s)LDP-DOL, epsilon of a record 9\.99\d.*average_loss.*DSGD, epsilon of a record 9\.99\d",
     "sweep": r"algorithm\.sigma +topology\.graph +round +metric",
     "own_loss": r"own_loss:Huber +accuracy 0\.\d+, epsilon \d(?s:.*)logistic",
     "audit_own": r"gossip:GossipSpec: consistent(?s:.*)audit_own:StingySpec: refuted",
