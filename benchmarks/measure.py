@@ -304,7 +304,7 @@ def _find_processes() -> dict[str, list[psutil.Process]]:
     """Find the processes of our services, by role."""
     found: dict[str, list[psutil.Process]] = {}
     for process in psutil.Process().children():
-        role = next((word for word in process.cmdline()[:4] if word in ROLES), None)
+        role = next((word for word in process.cmdline()[:5] if word in ROLES), None)
         if role is not None:  # with its own processes, such as an eavesdropper's workers
             found.setdefault(role, []).extend([process, *process.children()])
     return found

@@ -19,6 +19,7 @@ from sottovoce_learner.tracing import STEPS, Tracing
 from tests.examples import made_up, small_spec
 from tests.services.network import Network, network
 
+pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
 collector = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 collector_grpc = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc")
 
