@@ -38,8 +38,7 @@ async def test_no_page_is_scrolled_sideways_on_a_phone(browser: Browser) -> None
     assert {page: width for page, width in widths.items() if width > 400} == {}
 
 
-@pytest.mark.parametrize("width", [400, 1280])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("scheme", "width"), [("dark", 400), ("light", 1280)])
 async def test_nothing_hinders_a_reader(browser: Browser, scheme: Any, width: int) -> None:
     async with tab(browser, color_scheme=scheme, viewport={"width": width, "height": 800}) as seen:
         for page in SAMPLE:
