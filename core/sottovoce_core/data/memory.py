@@ -100,9 +100,7 @@ class MemoryRecords:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.is_instance_schema(
-            cls, serialization=core_schema.plain_serializer_function_ser_schema(str, when_used="json")
-        )
+        return core_schema.is_instance_schema(cls)
 
 
 def _copy_array(values: Any, what: str) -> AnyArray:

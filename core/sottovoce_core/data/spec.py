@@ -14,7 +14,15 @@ from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BeforeValidator, Field, NonNegativeInt, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    SerializerFunctionWrapHandler,
+    WrapSerializer,
+    field_validator,
+    model_validator,
+)
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
@@ -161,6 +169,10 @@ def _require_source(source: object) -> object:
     return source
 
 
+def _serialize_source(source: object, handler: SerializerFunctionWrapHandler) -> Any:
+    return str(source) if isinstance(source, MemoryRecords) else handler(source)
+
+
 LIVE_SOURCE = "live"
 _FILE_ONLY_FIELDS = ("label", "only_labels", "partition", "order", "reuse", "test_fraction", "scale")
 """Fields that determine the use of records in a file."""
@@ -176,7 +188,9 @@ with warnings.catch_warnings():
         schema: Schema | None = None  # type: ignore[assignment]
         """Schema of a `.csv` or `.parquet` file, and of live records; None: all fields are numbers."""
         source: Annotated[
-            str | AnySyntheticSource | SkipJsonSchema[MemoryRecords], BeforeValidator(_require_source)
+            str | AnySyntheticSource | SkipJsonSchema[MemoryRecords],
+            BeforeValidator(_require_source),
+            WrapSerializer(_serialize_source, when_used="json"),
         ] = "breast_cancer"
         """Name of a data set (`sottovoce data list` shows them), path to a `.npz`, `.csv` or `.parquet` file, a synthetic source
         with its fields, or `live`: each learner's owner feeds records during the run. In Python also records in memory: `(X, y)`
