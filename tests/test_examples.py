@@ -33,7 +33,7 @@ LIVE = {
     "river_pipeline": r"Accuracy: \d+\.\d+%\n.*Accuracy: .* ROCAUC: .* drifts \[",
     "sklearn_pipeline": r"(accuracy \d\.\d\d\n){10}\['home' 'died'\]",
 }
-"""What scripts print that learn on the learner of docs/guides/live.md."""
+"""Output of each script that uses the learner of docs/guides/live.md."""
 
 
 async def _output(folder: Path, name: str, *arguments: str) -> str:

@@ -30,7 +30,7 @@ def experiment() -> sv.Experiment:
 
 @pytest.fixture(scope="module")
 def met(experiment: sv.Experiment) -> list[Any]:
-    """What the public functions return, and what that holds."""
+    """Objects that the public functions return, and the objects in them."""
     simulated = sv.simulate(experiment, 2, transcript=True)
     join = sv.LabelJoin[Any](window_s=10, max_waiting=5)
     join.add_event("key", {"age": SECRET}, now=0.0)

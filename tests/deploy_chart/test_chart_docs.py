@@ -1,4 +1,4 @@
-"""What the pages on Kubernetes say of values is what the chart has."""
+"""The pages on Kubernetes describe the values of the chart, and no others."""
 
 from __future__ import annotations
 
